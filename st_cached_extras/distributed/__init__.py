@@ -1,0 +1,3 @@
+from st_cached_extras.distributed.world import World
+
+__all__ = ["World"]
