@@ -1,0 +1,366 @@
+"""Feature-gradient replay behind the interface that ``SentenceTransformerTrainer`` expects of a loss.
+
+The method is GradCache (Gao et al. 2021, arXiv 2101.06983): embed every mini-batch without a graph, derive the
+objective with respect to the embeddings alone, then embed each mini-batch again with a graph and inject its
+derivatives. Which rows share a mini-batch is planned by length, and the derivatives come in closed form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.losses import CachedLossMixin, RandContext, has_static_embedding_input
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from st_cached_extras._compat import uncompiled
+from st_cached_extras.objectives.base import Objective, ObjectiveResult
+from st_cached_extras.replay.passes import AutocastState, attach_cotangents, surrogate
+from st_cached_extras.replay.plan import plan_mini_batches
+from st_cached_extras.replay.rows import FeatureRows
+
+
+class NonFiniteFeaturesError(ValueError):
+    """Embeddings with NaN or infinity reached the objective; the message names the column and the rows."""
+
+
+@dataclass
+class _Column:
+    """One input column of one training step: its rows, its plan, and what its first pass left behind."""
+
+    name: str
+    rows: FeatureRows
+    plan: list[Tensor]
+    random_states: list[RandContext]
+    embeddings: Tensor  # [B, D] in row order, a leaf
+    is_frozen: bool = False
+
+
+class ReplayLoss(CachedLossMixin, nn.Module):
+    """Base of the cached losses: feature dicts in, parameter gradients out, memory of one mini-batch.
+
+    A subclass hands over an :class:`~st_cached_extras.objectives.Objective` and, where columns or labels mean
+    something other than anchor, positive and negatives, overrides :meth:`to_features` or :meth:`to_targets`.
+
+    Args:
+        model: the SentenceTransformer to train.
+        objective: what is computed from the embeddings.
+        mini_batch_size: rows that are embedded at once: this bounds the memory. The batch size does not.
+        mini_batch_num_tokens: if set, mini-batches are filled up to this many tokens instead, counted as what is
+            computed: rows x longest row. Use it to keep the memory of short and long rows level.
+        sort_by_length: put rows of like length into one mini-batch, so that hardly any padding is computed. The
+            gradients are the same; with dropout, rows draw other masks than in the order given.
+        gather_across_devices: compute one global objective over the rows of all ranks. By default, as in ST, the
+            loss is the mean over ranks of each rank's own.
+        show_progress_bar: show a progress bar over the mini-batches of each pass.
+
+    Raises:
+        TypeError: ``model`` is not a SentenceTransformer, or a size is not an integer.
+        ValueError: a size is not positive, or the model embeds its inputs with a StaticEmbedding.
+    """
+
+    def __init__(
+        self,
+        model: SentenceTransformer,
+        objective: Objective,
+        *,
+        mini_batch_size: int = 32,
+        mini_batch_num_tokens: int | None = None,
+        sort_by_length: bool = True,
+        gather_across_devices: bool = False,
+        show_progress_bar: bool = False,
+    ) -> None:
+        super().__init__()
+        self._check_model(model)
+        _check_positive_integer("mini_batch_size", mini_batch_size)
+        if mini_batch_num_tokens is not None:
+            _check_positive_integer("mini_batch_num_tokens", mini_batch_num_tokens)
+        self.model = model
+        self.objective = objective
+        self.mini_batch_size = mini_batch_size
+        self.mini_batch_num_tokens = mini_batch_num_tokens
+        self.sort_by_length = sort_by_length
+        self.gather_across_devices = gather_across_devices
+        self.show_progress_bar = show_progress_bar
+
+    def _check_model(self, model: Any) -> None:
+        if not isinstance(uncompiled(model), SentenceTransformer):
+            raise TypeError(
+                f"{type(self).__name__} trains SentenceTransformer models, got model={type(model).__name__}. For "
+                "sparse, cross-encoder and multi-vector models use the cached losses of sentence-transformers."
+            )
+        if has_static_embedding_input(model):
+            raise ValueError(
+                f"{type(self).__name__} cannot cache a model that embeds its inputs with a StaticEmbedding: its "
+                "inputs have no row axis to cut into mini-batches, and its activations are small already. Use the "
+                "plain loss of sentence-transformers, e.g. MultipleNegativesRankingLoss."
+            )
+
+    # ------------------------------------------------------------------------------- from loss to objective
+
+    def to_features(self, columns: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Name the embedded columns for the objective: anchor, positive, negative_1, negative_2, ...
+
+        Args:
+            columns: one tensor [B, D] per input column. Whatever is computed from them here is differentiated.
+        """
+        return dict(zip(_column_names(len(columns)), columns, strict=True))
+
+    def to_targets(self, labels: Tensor | None) -> tuple[Tensor | None, Mapping[str, Tensor] | None]:
+        """What the objective receives of the dataset's labels: (labels, reference). By default nothing, as in ST's
+        ranking losses."""
+        return None, None
+
+    # ---------------------------------------------------------------------------------------- the objective
+
+    def calculate_loss(
+        self, reps: list[list[Tensor]], labels: Tensor | None = None, *, with_backward: bool = False
+    ) -> Tensor:
+        """Evaluate the objective on embeddings.
+
+        Args:
+            reps: per column, its embeddings as a list of tensors [n, D] in row order.
+            labels: the labels of the rows, as the data collator made them.
+            with_backward: add the cotangents to the ``.grad`` of ``reps`` and return a value that is detached from
+                them (but differentiable in the loss's own parameters). Otherwise, with gradients enabled, the value
+                is differentiable in both.
+
+        Returns:
+            The loss, a scalar.
+        """
+        columns = [mini_batches[0] if len(mini_batches) == 1 else torch.cat(mini_batches) for mini_batches in reps]
+        features = self.to_features(columns)
+        labels, reference = self.to_targets(labels)
+        result = self.objective.value_and_cotangents(
+            {name: feature.detach() for name, feature in features.items()}, labels=labels, reference=reference
+        )
+        if not torch.is_grad_enabled():
+            return result.loss
+        self._check_every_column_is_used(features, result)
+        tensors = list(features.values())
+        cotangents = [result.cotangents[name] for name in features]
+        if with_backward:
+            torch.autograd.backward(
+                tensors, [cotangent.to(tensor.dtype) for tensor, cotangent in zip(tensors, cotangents, strict=True)]
+            )
+            tensors, cotangents = [], []
+        for name, parameter in self.objective.named_parameters():
+            if parameter.requires_grad and name in result.parameter_cotangents:
+                tensors.append(parameter)
+                cotangents.append(result.parameter_cotangents[name])
+        return attach_cotangents(result.loss, tensors, cotangents) if tensors else result.loss
+
+    def _check_every_column_is_used(self, features: Mapping[str, Tensor], result: ObjectiveResult) -> None:
+        if unused := [name for name in features if name not in result.cotangents]:
+            raise ValueError(
+                f"{type(self.objective).__name__} did not use the input column(s) {', '.join(unused)}: it returned no "
+                f"cotangents for them, only for {', '.join(result.cotangents)}. Every column is embedded twice, so "
+                "remove the unused ones from the dataset, e.g. with dataset.remove_columns(...)."
+            )
+
+    # -------------------------------------------------------------------------------------------- the passes
+
+    def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Tensor:
+        """Compute the loss of one batch; its backward replays the mini-batches.
+
+        Args:
+            sentence_features: one feature dict per input column.
+            labels: labels of the rows, or None.
+
+        Returns:
+            The loss, a scalar in fp32 or higher.
+        """
+        return self.forward_cached(sentence_features, labels)
+
+    def forward_cached(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Tensor:
+        """Collect the embeddings, evaluate the objective, and leave the replay to the backward of the result."""
+        columns = self._plan(list(sentence_features))
+        with_replay = torch.is_grad_enabled()
+        autocast = AutocastState.capture(_device_of(self.model))
+        self._collect(columns, with_replay)
+        _check_finite(columns)
+        reps = [[column.embeddings] for column in columns]
+        if not with_replay:
+            return self.calculate_loss(reps, labels)
+
+        for column in columns:
+            column.embeddings.requires_grad_()
+        value = self.calculate_loss(reps, labels, with_backward=True)
+        cotangents = [column.embeddings.grad for column in columns]
+        parameters = [parameter for parameter in self.objective.parameters() if parameter.requires_grad]
+        parameter_cotangents: Sequence[Tensor | None] = [None] * len(parameters)
+        if value.requires_grad:
+            parameter_cotangents = torch.autograd.grad(value, parameters, allow_unused=True)
+
+        loss = value.detach().requires_grad_()
+        loss.register_hook(
+            partial(
+                self._replay,
+                columns=columns,
+                cotangents=cotangents,
+                parameters=parameters,
+                parameter_cotangents=parameter_cotangents,
+                autocast=autocast,
+            )
+        )
+        return loss
+
+    def _plan(self, sentence_features: list[dict[str, Any]]) -> list[_Column]:
+        if not sentence_features:
+            raise ValueError(f"{type(self).__name__} got no input columns: the dataset has no column to embed.")
+        names = _column_names(len(sentence_features))
+        rows = [FeatureRows(features) for features in sentence_features]
+        if len({column.count for column in rows}) > 1 or rows[0].count == 0:
+            counts = ", ".join(f"{name}: {column.count}" for name, column in zip(names, rows, strict=True))
+            raise ValueError(f"Every input column must hold the same positive number of rows, got {counts}.")
+        plans = [
+            plan_mini_batches(
+                column.count,
+                column.lengths,
+                mini_batch_size=self.mini_batch_size,
+                mini_batch_num_tokens=self.mini_batch_num_tokens,
+                sort_by_length=self.sort_by_length,
+            )
+            for column in rows
+        ]
+        return [
+            _Column(name, column, plan, [], torch.empty(0))
+            for name, column, plan in zip(names, rows, plans, strict=True)
+        ]
+
+    def _embed(self, features: dict[str, Any]) -> Tensor:
+        return self.model(features)["sentence_embedding"]
+
+    def _collect(self, columns: list[_Column], with_replay: bool) -> None:
+        """First pass: every mini-batch without a graph, its embeddings written once, in row order."""
+        trainable = {parameter.requires_grad for parameter in self.model.parameters()}
+        may_be_frozen = with_replay and False in trainable
+        with self._progress(columns, "Collect") as progress:
+            for column in columns:
+                for index, rows in enumerate(column.plan):
+                    features = column.rows.take(rows)
+                    if with_replay:
+                        column.random_states.append(RandContext(*features.values()))
+                    # Whether a column reaches any trainable parameter is autograd's to say: in a partly frozen
+                    # model (LoRA, a frozen Router tower), its first mini-batch is run with a graph, to look at it,
+                    # and without weights that autocast has already cast without one.
+                    look = may_be_frozen and index == 0
+                    if look:
+                        torch.clear_autocast_cache()
+                    with torch.set_grad_enabled(look):
+                        embeddings = self._embed(features)
+                    if index == 0:
+                        column.is_frozen = may_be_frozen and not embeddings.requires_grad
+                        column.embeddings = _row_buffer(column.rows.count, embeddings)
+                    column.embeddings[rows.to(embeddings.device)] = embeddings.detach().to(column.embeddings.dtype)
+                    progress.update()
+        # Nor may such weights serve whatever the caller computes next under the same autocast.
+        torch.clear_autocast_cache()
+
+    def _replay(
+        self,
+        grad_output: Tensor,
+        columns: list[_Column],
+        cotangents: list[Tensor],
+        parameters: list[nn.Parameter],
+        parameter_cotangents: Sequence[Tensor | None],
+        autocast: AutocastState,
+    ) -> None:
+        """Second pass, run by the backward of the loss: every mini-batch with a graph, its cotangents injected."""
+        replayed = [
+            (column, cotangent) for column, cotangent in zip(columns, cotangents, strict=True) if not column.is_frozen
+        ]
+        with torch.enable_grad(), self._progress([column for column, _ in replayed], "Replay") as progress:
+            for column, cotangent in replayed:
+                for rows, random_state in zip(column.plan, column.random_states, strict=True):
+                    features = column.rows.take(rows)
+                    with random_state, autocast.restore():
+                        embeddings = self._embed(features)
+                    if embeddings.requires_grad:
+                        surrogate(embeddings, cotangent[rows.to(cotangent.device)], grad_output).backward()
+                    progress.update()
+        for parameter, parameter_cotangent in zip(parameters, parameter_cotangents, strict=True):
+            if parameter_cotangent is not None:
+                _accumulate_grad(parameter, parameter_cotangent * grad_output)
+
+    def _progress(self, columns: Sequence[_Column], description: str) -> tqdm:
+        return tqdm(
+            total=sum(len(column.plan) for column in columns),
+            desc=f"{description} mini-batches",
+            disable=not self.show_progress_bar,
+            leave=False,
+        )
+
+    def get_config_dict(self) -> dict[str, Any]:
+        """The configuration as plain JSON types, for the model card."""
+        return {
+            "mini_batch_size": self.mini_batch_size,
+            "mini_batch_num_tokens": self.mini_batch_num_tokens,
+            "sort_by_length": self.sort_by_length,
+            "gather_across_devices": self.gather_across_devices,
+        }
+
+    @property
+    def citation(self) -> str:
+        return """
+@misc{gao2021scaling,
+    title={Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup},
+    author={Luyu Gao and Yunyi Zhang and Jiawei Han and Jamie Callan},
+    year={2021},
+    eprint={2101.06983},
+    archivePrefix={arXiv},
+    primaryClass={cs.LG}
+}
+"""
+
+
+def _column_names(count: int) -> list[str]:
+    return ["anchor", "positive", *(f"negative_{index}" for index in range(1, count - 1))][:count]
+
+
+def _check_positive_integer(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be a positive integer, got {value!r} of type {type(value).__name__}.")
+    if value <= 0:
+        raise ValueError(f"{name} must be a positive integer, got {value}. It is the number of rows embedded at once.")
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    parameter = next(model.parameters(), None)
+    return torch.device("cpu") if parameter is None else parameter.device
+
+
+def _row_buffer(count: int, embeddings: Tensor) -> Tensor:
+    """Room for the embeddings of all rows, in at least fp32: cotangents far below fp16's range must survive."""
+    dtype = torch.promote_types(embeddings.dtype, torch.float32)
+    return embeddings.new_empty((count, *embeddings.shape[1:]), dtype=dtype, requires_grad=False)
+
+
+def _accumulate_grad(parameter: nn.Parameter, gradient: Tensor) -> None:
+    gradient = gradient.to(parameter.dtype)
+    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+def _check_finite(columns: Sequence[_Column]) -> None:
+    # One host synchronisation in the good case: a sum is non-finite whenever a term is.
+    if torch.stack([column.embeddings.sum() for column in columns]).isfinite().all():
+        return
+    bad_rows = {
+        column.name: (~column.embeddings.isfinite().flatten(1).all(dim=1)).nonzero().flatten().tolist()
+        for column in columns
+    }
+    if found := "; ".join(f"column {name}: row(s) {_abbreviate(rows)}" for name, rows in bad_rows.items() if rows):
+        raise NonFiniteFeaturesError(
+            f"The model's embeddings contain NaN or infinity ({found}). Look at these rows of the batch, lower the "
+            "learning rate, or train in bf16 or fp32 if fp16 overflows."
+        )
+
+
+def _abbreviate(rows: list[int]) -> str:
+    shown = ", ".join(map(str, rows[:8]))
+    return f"{shown}, ... ({len(rows)} in all)" if len(rows) > 8 else shown

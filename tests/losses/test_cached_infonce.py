@@ -1,0 +1,93 @@
+"""CachedInfoNCELoss against ST's plain loss, with every option and through the inherited checks."""
+
+import inspect
+
+import pytest
+import torch
+from sentence_transformers.sentence_transformer.losses import (
+    CachedMultipleNegativesRankingLoss,
+    MultipleNegativesRankingLoss,
+)
+from sentence_transformers.util import dot_score
+
+from st_cached_extras import CachedInfoNCELoss
+from st_cached_extras.testing import LossCheckCase
+from st_cached_extras.testing.tiny_models import text_columns, tiny_text_model
+
+
+def bilinear(a, b):
+    """A similarity without a closed form here, and not symmetric in its arguments."""
+    weights = torch.linspace(0.5, 1.5, a.shape[1], dtype=a.dtype)
+    return torch.tanh(a * weights) @ b.T
+
+
+class TestCachedInfoNCELoss(LossCheckCase):
+    def make_loss(self, model, **kwargs):
+        return CachedInfoNCELoss(model, **kwargs)
+
+    def make_plain_loss(self, model):
+        return MultipleNegativesRankingLoss(model)
+
+
+class TestWithHardNegativesAndEveryDirection(LossCheckCase):
+    num_columns = 4
+    options = dict(  # noqa: RUF012
+        scale=7.0,
+        directions=("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"),
+        hardness_mode="all_negatives",
+        hardness_strength=2.0,
+    )
+
+    def make_loss(self, model, **kwargs):
+        return CachedInfoNCELoss(model, **self.options, **kwargs)
+
+    def make_plain_loss(self, model):
+        return MultipleNegativesRankingLoss(model, **self.options)
+
+
+class TestWithACustomSimilarity(LossCheckCase):
+    num_columns = 3
+    options = dict(scale=0.5, similarity_fct=bilinear, directions=("query_to_doc", "doc_to_query"))  # noqa: RUF012
+
+    def make_loss(self, model, **kwargs):
+        return CachedInfoNCELoss(model, **self.options, **kwargs)
+
+    def make_plain_loss(self, model):
+        return MultipleNegativesRankingLoss(model, **self.options)
+
+
+@pytest.mark.parametrize("columns", [2, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(similarity_fct=dot_score, scale=1.0),
+        dict(directions=("query_to_doc", "doc_to_query"), partition_mode="per_direction"),
+        dict(directions=("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")),
+        dict(hardness_mode="in_batch_negatives", hardness_strength=9.0),
+        dict(hardness_mode="hard_negatives", hardness_strength=5.0),
+    ],
+)
+def test_options_reach_the_objective(options, columns):
+    case = TestCachedInfoNCELoss()
+    case.make_loss = lambda model, **kwargs: CachedInfoNCELoss(model, **options, **kwargs)
+    case.make_plain_loss = lambda model: MultipleNegativesRankingLoss(model, **options)
+    model = tiny_text_model()
+    case.assert_equals_plain(model, text_columns(model, 7, columns, seed=1), 1e-10, mini_batch_size=3)
+
+
+def test_is_a_drop_in_for_the_cached_loss_of_sentence_transformers():
+    theirs = inspect.signature(CachedMultipleNegativesRankingLoss).parameters
+    ours = inspect.signature(CachedInfoNCELoss).parameters
+    assert list(ours)[: len(theirs)] == list(theirs)
+    assert all(ours[name].default == theirs[name].default for name in theirs)
+    assert all(ours[name].kind == inspect.Parameter.KEYWORD_ONLY for name in list(ours)[len(theirs) :])
+
+
+def test_one_column_is_refused_by_name():
+    model = tiny_text_model()
+    with pytest.raises(ValueError, match="positive"):
+        CachedInfoNCELoss(model)(text_columns(model, 3, 1))
+
+
+def test_temperature_is_the_inverse_scale():
+    assert CachedInfoNCELoss(tiny_text_model(), scale=20.0).temperature == pytest.approx(0.05)

@@ -1,0 +1,61 @@
+"""The plan partitions the rows, keeps to its budgets, and sorts only what may be sorted."""
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from st_cached_extras.replay.plan import plan_mini_batches
+
+
+def random_case(seed):
+    generator = random.Random(seed)
+    count = generator.randint(1, 60)
+    return count, [generator.randint(1, 30) for _ in range(count)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("sort_by_length", [True, False])
+@pytest.mark.parametrize("budget", [None, 1, 64, 10_000])
+def test_every_row_is_planned_once(seed, sort_by_length, budget):
+    count, lengths = random_case(seed)
+    plan = plan_mini_batches(
+        count, lengths, mini_batch_size=7, mini_batch_num_tokens=budget, sort_by_length=sort_by_length
+    )
+    assert sorted(row for rows in plan for row in rows.tolist()) == list(range(count))
+    assert all(len(rows) for rows in plan)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_without_a_budget_every_mini_batch_but_the_last_is_full(seed):
+    count, lengths = random_case(seed)
+    sizes = [len(rows) for rows in plan_mini_batches(count, lengths, mini_batch_size=7)]
+    assert sizes[:-1] == [7] * (len(sizes) - 1) and sizes[-1] <= 7
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("sort_by_length", [True, False])
+def test_rows_times_longest_stays_within_the_budget_and_no_mini_batch_could_take_the_next_row(seed, sort_by_length):
+    count, lengths = random_case(seed)
+    plan = plan_mini_batches(
+        count, lengths, mini_batch_size=1, mini_batch_num_tokens=64, sort_by_length=sort_by_length
+    )
+    cost = lambda rows: len(rows) * max(lengths[row] for row in rows)  # noqa: E731
+    batches = [rows.tolist() for rows in plan]
+    assert all(cost(rows) <= 64 or len(rows) == 1 for rows in batches)
+    assert all(cost([*rows, after[0]]) > 64 for rows, after in pairwise(batches))
+
+
+def test_longest_rows_come_first_and_equal_ones_keep_their_order():
+    plan = plan_mini_batches(6, [3, 9, 3, 1, 9, 3], mini_batch_size=2)
+    assert [rows.tolist() for rows in plan] == [[1, 4], [0, 2], [5, 3]]
+
+
+def test_rows_without_lengths_stay_in_order():
+    plan = plan_mini_batches(5, None, mini_batch_size=2)
+    assert [rows.tolist() for rows in plan] == [[0, 1], [2, 3], [4]]
+
+
+def test_a_token_budget_without_lengths_is_refused():
+    with pytest.raises(ValueError, match="mini_batch_num_tokens=64 needs the length"):
+        plan_mini_batches(5, None, mini_batch_size=2, mini_batch_num_tokens=64)
