@@ -8,37 +8,22 @@ derivatives. Which rows share a mini-batch is planned by length, and the derivat
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.base.losses import CachedLossMixin, RandContext, has_static_embedding_input
+from sentence_transformers.base.losses import CachedLossMixin, has_static_embedding_input
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from st_cached_extras._compat import uncompiled
+from st_cached_extras.distributed.engines import Engine, engine_of
+from st_cached_extras.distributed.world import World
 from st_cached_extras.objectives.base import Objective, ObjectiveResult
-from st_cached_extras.replay.passes import AutocastState, attach_cotangents, surrogate
+from st_cached_extras.replay.cotangents import accumulate_gradient, attach_cotangents
+from st_cached_extras.replay.passes import Column, Passes
 from st_cached_extras.replay.plan import plan_mini_batches
 from st_cached_extras.replay.rows import FeatureRows
-
-
-class NonFiniteFeaturesError(ValueError):
-    """Embeddings with NaN or infinity reached the objective; the message names the column and the rows."""
-
-
-@dataclass
-class _Column:
-    """One input column of one training step: its rows, its plan, and what its first pass left behind."""
-
-    name: str
-    rows: FeatureRows
-    plan: list[Tensor]
-    random_states: list[RandContext]
-    embeddings: Tensor  # [B, D] in row order, a leaf
-    is_frozen: bool = False
 
 
 class ReplayLoss(CachedLossMixin, nn.Module):
@@ -116,6 +101,10 @@ class ReplayLoss(CachedLossMixin, nn.Module):
         ranking losses."""
         return None, None
 
+    def extract(self, outputs: Mapping[str, Any]) -> Tensor:
+        """The features [n, D] of one mini-batch, in the model's outputs."""
+        return outputs["sentence_embedding"]
+
     # ---------------------------------------------------------------------------------------- the objective
 
     def calculate_loss(
@@ -137,7 +126,10 @@ class ReplayLoss(CachedLossMixin, nn.Module):
         features = self.to_features(columns)
         labels, reference = self.to_targets(labels)
         result = self.objective.value_and_cotangents(
-            {name: feature.detach() for name, feature in features.items()}, labels=labels, reference=reference
+            {name: feature.detach() for name, feature in features.items()},
+            labels=labels,
+            reference=reference,
+            world=engine_of(self.model).world if self.gather_across_devices else None,
         )
         if not torch.is_grad_enabled():
             return result.loss
@@ -179,11 +171,13 @@ class ReplayLoss(CachedLossMixin, nn.Module):
 
     def forward_cached(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Tensor:
         """Collect the embeddings, evaluate the objective, and leave the replay to the backward of the result."""
-        columns = self._plan(list(sentence_features))
+        engine = engine_of(self.model)
         with_replay = torch.is_grad_enabled()
-        autocast = AutocastState.capture(_device_of(self.model))
-        self._collect(columns, with_replay)
-        _check_finite(columns)
+        # An evaluation of local losses asks nothing of the other ranks, which may not be evaluating.
+        world = engine.world if with_replay or self.gather_across_devices else World()
+        columns = self._plan(list(sentence_features), world)
+        passes = Passes(engine, self.extract, world, self.show_progress_bar)
+        passes.collect(columns, with_replay)
         reps = [[column.embeddings] for column in columns]
         if not with_replay:
             return self.calculate_loss(reps, labels)
@@ -191,9 +185,8 @@ class ReplayLoss(CachedLossMixin, nn.Module):
         for column in columns:
             column.embeddings.requires_grad_()
         value = self.calculate_loss(reps, labels, with_backward=True)
-        cotangents = [column.embeddings.grad for column in columns]
         parameters = [parameter for parameter in self.objective.parameters() if parameter.requires_grad]
-        parameter_cotangents: Sequence[Tensor | None] = [None] * len(parameters)
+        parameter_cotangents: Sequence[Tensor | None] = []
         if value.requires_grad:
             parameter_cotangents = torch.autograd.grad(value, parameters, allow_unused=True)
 
@@ -201,16 +194,39 @@ class ReplayLoss(CachedLossMixin, nn.Module):
         loss.register_hook(
             partial(
                 self._replay,
+                passes=passes,
                 columns=columns,
-                cotangents=cotangents,
-                parameters=parameters,
-                parameter_cotangents=parameter_cotangents,
-                autocast=autocast,
+                cotangents=[column.embeddings.grad for column in columns],
+                world_factor=self.world_factor,
+                parameter_cotangents=[
+                    (parameter, cotangent)
+                    for parameter, cotangent in zip(parameters, parameter_cotangents, strict=False)
+                    if cotangent is not None
+                ],
+                engine=engine,
             )
         )
         return loss
 
-    def _plan(self, sentence_features: list[dict[str, Any]]) -> list[_Column]:
+    @property
+    def world_factor(self) -> int:
+        """What the cotangents are multiplied by before they are injected.
+
+        Engines average parameter gradients over ranks. The gathered objective is one global mean, of which each rank
+        replays its part, so the average wants the number of ranks as a factor; the mean of local losses wants none.
+        """
+        return engine_of(self.model).world.size if self.gather_across_devices else 1
+
+    def _plan(self, sentence_features: list[dict[str, Any]], world: World) -> list[Column]:
+        columns, error = [], None
+        try:
+            columns = self._plan_columns(sentence_features)
+        except Exception as caught:
+            error = caught
+        world.raise_together(error)
+        return columns
+
+    def _plan_columns(self, sentence_features: list[dict[str, Any]]) -> list[Column]:
         if not sentence_features:
             raise ValueError(f"{type(self).__name__} got no input columns: the dataset has no column to embed.")
         names = _column_names(len(sentence_features))
@@ -218,83 +234,36 @@ class ReplayLoss(CachedLossMixin, nn.Module):
         if len({column.count for column in rows}) > 1 or rows[0].count == 0:
             counts = ", ".join(f"{name}: {column.count}" for name, column in zip(names, rows, strict=True))
             raise ValueError(f"Every input column must hold the same positive number of rows, got {counts}.")
-        plans = [
-            plan_mini_batches(
-                column.count,
-                column.lengths,
-                mini_batch_size=self.mini_batch_size,
-                mini_batch_num_tokens=self.mini_batch_num_tokens,
-                sort_by_length=self.sort_by_length,
-            )
-            for column in rows
-        ]
         return [
-            _Column(name, column, plan, [], torch.empty(0))
-            for name, column, plan in zip(names, rows, plans, strict=True)
+            Column(
+                name,
+                column,
+                plan_mini_batches(
+                    column.count,
+                    column.lengths,
+                    mini_batch_size=self.mini_batch_size,
+                    mini_batch_num_tokens=self.mini_batch_num_tokens,
+                    sort_by_length=self.sort_by_length,
+                ),
+            )
+            for name, column in zip(names, rows, strict=True)
         ]
-
-    def _embed(self, features: dict[str, Any]) -> Tensor:
-        return self.model(features)["sentence_embedding"]
-
-    def _collect(self, columns: list[_Column], with_replay: bool) -> None:
-        """First pass: every mini-batch without a graph, its embeddings written once, in row order."""
-        trainable = {parameter.requires_grad for parameter in self.model.parameters()}
-        may_be_frozen = with_replay and False in trainable
-        with self._progress(columns, "Collect") as progress:
-            for column in columns:
-                for index, rows in enumerate(column.plan):
-                    features = column.rows.take(rows)
-                    if with_replay:
-                        column.random_states.append(RandContext(*features.values()))
-                    # Whether a column reaches any trainable parameter is autograd's to say: in a partly frozen
-                    # model (LoRA, a frozen Router tower), its first mini-batch is run with a graph, to look at it,
-                    # and without weights that autocast has already cast without one.
-                    look = may_be_frozen and index == 0
-                    if look:
-                        torch.clear_autocast_cache()
-                    with torch.set_grad_enabled(look):
-                        embeddings = self._embed(features)
-                    if index == 0:
-                        column.is_frozen = may_be_frozen and not embeddings.requires_grad
-                        column.embeddings = _row_buffer(column.rows.count, embeddings)
-                    column.embeddings[rows.to(embeddings.device)] = embeddings.detach().to(column.embeddings.dtype)
-                    progress.update()
-        # Nor may such weights serve whatever the caller computes next under the same autocast.
-        torch.clear_autocast_cache()
 
     def _replay(
         self,
         grad_output: Tensor,
-        columns: list[_Column],
+        passes: Passes,
+        columns: list[Column],
         cotangents: list[Tensor],
-        parameters: list[nn.Parameter],
-        parameter_cotangents: Sequence[Tensor | None],
-        autocast: AutocastState,
+        world_factor: int,
+        parameter_cotangents: list[tuple[nn.Parameter, Tensor]],
+        engine: Engine,
     ) -> None:
-        """Second pass, run by the backward of the loss: every mini-batch with a graph, its cotangents injected."""
-        replayed = [
-            (column, cotangent) for column, cotangent in zip(columns, cotangents, strict=True) if not column.is_frozen
-        ]
-        with torch.enable_grad(), self._progress([column for column, _ in replayed], "Replay") as progress:
-            for column, cotangent in replayed:
-                for rows, random_state in zip(column.plan, column.random_states, strict=True):
-                    features = column.rows.take(rows)
-                    with random_state, autocast.restore():
-                        embeddings = self._embed(features)
-                    if embeddings.requires_grad:
-                        surrogate(embeddings, cotangent[rows.to(cotangent.device)], grad_output).backward()
-                    progress.update()
-        for parameter, parameter_cotangent in zip(parameters, parameter_cotangents, strict=True):
-            if parameter_cotangent is not None:
-                _accumulate_grad(parameter, parameter_cotangent * grad_output)
-
-    def _progress(self, columns: Sequence[_Column], description: str) -> tqdm:
-        return tqdm(
-            total=sum(len(column.plan) for column in columns),
-            desc=f"{description} mini-batches",
-            disable=not self.show_progress_bar,
-            leave=False,
-        )
+        """Run by the backward of the loss, with what that backward multiplies the loss by."""
+        passes.replay(columns, cotangents, grad_output * world_factor)
+        for parameter, cotangent in parameter_cotangents:
+            accumulate_gradient(parameter, cotangent * grad_output)
+        engine.average_gradients([parameter for parameter, _ in parameter_cotangents])
 
     def get_config_dict(self) -> dict[str, Any]:
         """The configuration as plain JSON types, for the model card."""
@@ -328,39 +297,3 @@ def _check_positive_integer(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a positive integer, got {value!r} of type {type(value).__name__}.")
     if value <= 0:
         raise ValueError(f"{name} must be a positive integer, got {value}. It is the number of rows embedded at once.")
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    parameter = next(model.parameters(), None)
-    return torch.device("cpu") if parameter is None else parameter.device
-
-
-def _row_buffer(count: int, embeddings: Tensor) -> Tensor:
-    """Room for the embeddings of all rows, in at least fp32: cotangents far below fp16's range must survive."""
-    dtype = torch.promote_types(embeddings.dtype, torch.float32)
-    return embeddings.new_empty((count, *embeddings.shape[1:]), dtype=dtype, requires_grad=False)
-
-
-def _accumulate_grad(parameter: nn.Parameter, gradient: Tensor) -> None:
-    gradient = gradient.to(parameter.dtype)
-    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-
-
-def _check_finite(columns: Sequence[_Column]) -> None:
-    # One host synchronisation in the good case: a sum is non-finite whenever a term is.
-    if torch.stack([column.embeddings.sum() for column in columns]).isfinite().all():
-        return
-    bad_rows = {
-        column.name: (~column.embeddings.isfinite().flatten(1).all(dim=1)).nonzero().flatten().tolist()
-        for column in columns
-    }
-    if found := "; ".join(f"column {name}: row(s) {_abbreviate(rows)}" for name, rows in bad_rows.items() if rows):
-        raise NonFiniteFeaturesError(
-            f"The model's embeddings contain NaN or infinity ({found}). Look at these rows of the batch, lower the "
-            "learning rate, or train in bf16 or fp32 if fp16 overflows."
-        )
-
-
-def _abbreviate(rows: list[int]) -> str:
-    shown = ", ".join(map(str, rows[:8]))
-    return f"{shown}, ... ({len(rows)} in all)" if len(rows) > 8 else shown

@@ -1,17 +1,29 @@
-"""One mini-batch, embedded twice: first without a graph, later with one and with its cotangents injected.
+"""The two passes over a batch: every mini-batch without a graph, later each with one and with its cotangents injected.
 
-Both passes must compute the same numbers, so what a forward depends on besides inputs and weights, the random state
-and autocast, is captured around the first and restored around the second.
+Both must compute the same numbers, so what a forward depends on besides inputs and weights, the random state and
+autocast, is captured around the first and restored around the second.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from sentence_transformers.base.losses import RandContext
 from torch import Tensor
+from tqdm.auto import tqdm
+
+from st_cached_extras.distributed.engines import Engine
+from st_cached_extras.distributed.world import World
+from st_cached_extras.replay.cotangents import surrogate
+from st_cached_extras.replay.rows import FeatureRows
+
+
+class NonFiniteFeaturesError(ValueError):
+    """Embeddings with NaN or infinity; the message names the column and the rows."""
 
 
 @dataclass(frozen=True)
@@ -41,38 +53,165 @@ class AutocastState:
             yield
 
 
-def surrogate(features: Tensor, cotangent: Tensor, grad_output: Tensor) -> Tensor:
-    """A scalar whose derivative with respect to ``features`` is ``cotangent * grad_output``.
+@dataclass
+class Column:
+    """One input column of one training step: its rows, its plan, and what its first pass left behind.
 
-    The scale is applied in at least fp32, before the gradient takes the dtype of half-precision features, so that a
-    loss scale lifts small cotangents out of underflow.
+    Attributes:
+        name: what the objective calls it.
+        rows: its inputs.
+        plan: int64 row indices [n], one tensor per mini-batch.
+        random_states: the random state before each mini-batch of the first pass.
+        embeddings: [B, D] in row order, in at least fp32.
+        is_frozen: whether no trainable parameter has a part in it.
+    """
+
+    name: str
+    rows: FeatureRows
+    plan: list[Tensor]
+    random_states: list[RandContext] = field(default_factory=list)
+    embeddings: Tensor = field(default_factory=lambda: torch.empty(0))
+    is_frozen: bool = False
+
+
+class Passes:
+    """Both passes of one forward and its backward.
 
     Args:
-        features: [n, ...] with a graph.
-        cotangent: [n, ...].
-        grad_output: scalar, what the outer backward hands to the loss.
+        engine: runs the model and knows when gradients are synchronised.
+        extract: the features [n, D] in the model's outputs for a mini-batch.
+        world: the ranks that must run equally many mini-batches and fail together.
+        show_progress_bar: show one bar per pass.
     """
-    dtype = torch.promote_types(torch.promote_types(features.dtype, cotangent.dtype), torch.float32)
-    return torch.dot(features.flatten().to(dtype), cotangent.flatten().to(dtype)) * grad_output
+
+    def __init__(
+        self, engine: Engine, extract: Callable[[Mapping[str, Any]], Tensor], world: World, show_progress_bar: bool
+    ) -> None:
+        self._engine = engine
+        self._extract = extract
+        self._world = world
+        self._show_progress_bar = show_progress_bar
+        parameter = next(engine.model.parameters(), None)
+        self._autocast = AutocastState.capture(torch.device("cpu") if parameter is None else parameter.device)
+
+    @torch.no_grad()
+    def collect(self, columns: Sequence[Column], with_replay: bool) -> None:
+        """First pass: embed every mini-batch, each embedding written once, in row order.
+
+        Args:
+            columns: filled with embeddings and, with a replay to come, random states.
+            with_replay: whether a backward will replay the mini-batches.
+
+        Raises:
+            NonFiniteFeaturesError: on every rank (there as a :class:`RankError`) if any embedding is not finite.
+        """
+        count = sum(len(column.plan) for column in columns)
+        padding = self._world.max_count(count) - count
+        error = None
+        try:
+            with self._progress(count, "Collect") as progress:
+                for _ in range(padding):
+                    self._engine.collect(columns[0].rows.take(columns[0].plan[0]))
+                for column in columns:
+                    self._collect_column(column, with_replay, progress)
+            _check_finite(columns)
+        except Exception as caught:
+            error = caught
+        self._world.raise_together(error)
+
+    def _collect_column(self, column: Column, with_replay: bool, progress: tqdm) -> None:
+        # Whether a column reaches a trainable parameter is autograd's to say: in a partly frozen model (LoRA, a frozen
+        # Router tower) its first mini-batch is run with a graph, to look at it, and without weights that autocast has
+        # already cast without one.
+        may_be_frozen = with_replay and not all(p.requires_grad for p in self._engine.model.parameters())
+        for index, rows in enumerate(column.plan):
+            features = column.rows.take(rows)
+            if with_replay:
+                column.random_states.append(RandContext(*features.values()))
+            look = may_be_frozen and index == 0
+            if look:
+                torch.clear_autocast_cache()
+            with torch.set_grad_enabled(look):
+                embeddings = self._extract(self._engine.collect(features))
+            if index == 0:
+                column.is_frozen = may_be_frozen and not embeddings.requires_grad
+                column.embeddings = _row_buffer(column.rows.count, embeddings)
+            column.embeddings[rows.to(embeddings.device)] = embeddings.to(column.embeddings.dtype)
+            progress.update()
+        # Nor may such weights serve whatever the caller computes next under the same autocast.
+        torch.clear_autocast_cache()
+
+    @torch.enable_grad()
+    def replay(self, columns: Sequence[Column], cotangents: Sequence[Tensor], grad_output: Tensor) -> None:
+        """Second pass: embed every mini-batch with a graph and inject its cotangents.
+
+        A frozen column is not embedded again. Ranks with fewer mini-batches than others begin with replays of zero
+        cotangents, so that all run equally many; and none begins its last, synchronising one before all have come
+        that far without an error.
+
+        Args:
+            columns: as :meth:`collect` left them.
+            cotangents: per column, d loss / d embeddings [B, D].
+            grad_output: scalar that multiplies every cotangent.
+        """
+        replays = [
+            (column, index, cotangent)
+            for column, cotangent in zip(columns, cotangents, strict=True)
+            if not column.is_frozen
+            for index in range(len(column.plan))
+        ]
+        padding = self._world.max_count(len(replays)) - len(replays)
+        if not replays:
+            return
+        error = None
+        try:
+            with self._progress(len(replays) - 1, "Replay") as progress:
+                column, index, cotangent = replays[0]
+                for _ in range(padding):
+                    self._replay_mini_batch(column, index, torch.zeros_like(cotangent), grad_output)
+                for column, index, cotangent in replays[:-1]:
+                    self._replay_mini_batch(column, index, cotangent, grad_output)
+                    progress.update()
+        except Exception as caught:
+            error = caught
+        self._world.raise_together(error)
+        self._replay_mini_batch(*replays[-1], grad_output, last=True)
+
+    def _replay_mini_batch(
+        self, column: Column, index: int, cotangent: Tensor, grad_output: Tensor, last: bool = False
+    ) -> None:
+        rows = column.plan[index]
+        features = column.rows.take(rows)
+        with column.random_states[index], self._autocast.restore():
+            embeddings = self._extract(self._engine.replay(features, last=last))
+        injected = surrogate(embeddings, cotangent[rows.to(cotangent.device)], grad_output)
+        self._engine.backward(injected, last=last)
+
+    def _progress(self, total: int, description: str) -> tqdm:
+        return tqdm(total=total, desc=f"{description} mini-batches", disable=not self._show_progress_bar, leave=False)
 
 
-class AttachCotangents(torch.autograd.Function):
-    """A value whose derivatives are already known: d value / d tensors[k] = cotangents[k]."""
-
-    @staticmethod
-    def forward(ctx, value: Tensor, count: int, *tensors_and_cotangents: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors_and_cotangents[count:])
-        return value.clone()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        cotangents = ctx.saved_tensors
-        gradients = [(grad_output * cotangent).to(cotangent.dtype) for cotangent in cotangents]
-        return None, None, *gradients, *(None for _ in cotangents)
+def _row_buffer(count: int, embeddings: Tensor) -> Tensor:
+    """Room for the embeddings of all rows, in at least fp32: cotangents far below fp16's range must survive."""
+    dtype = torch.promote_types(embeddings.dtype, torch.float32)
+    return torch.empty((count, *embeddings.shape[1:]), dtype=dtype, device=embeddings.device)
 
 
-def attach_cotangents(value: Tensor, tensors: list[Tensor], cotangents: list[Tensor]) -> Tensor:
-    """Return ``value``, differentiable in ``tensors`` with the given derivatives."""
-    cotangents = [cotangent.to(tensor.dtype) for tensor, cotangent in zip(tensors, cotangents, strict=True)]
-    return AttachCotangents.apply(value, len(tensors), *tensors, *cotangents)
+def _check_finite(columns: Sequence[Column]) -> None:
+    # One host synchronisation in the good case: a sum is non-finite whenever a term is.
+    if torch.stack([column.embeddings.sum() for column in columns]).isfinite().all():
+        return
+    bad_rows = {
+        column.name: (~column.embeddings.isfinite().flatten(1).all(dim=1)).nonzero().flatten().tolist()
+        for column in columns
+    }
+    if found := "; ".join(f"column {name}: row(s) {_abbreviated(rows)}" for name, rows in bad_rows.items() if rows):
+        raise NonFiniteFeaturesError(
+            f"The model's embeddings contain NaN or infinity ({found}). Look at these rows of the batch, lower the "
+            "learning rate, or train in bf16 or fp32 if fp16 overflows."
+        )
+
+
+def _abbreviated(rows: list[int]) -> str:
+    shown = ", ".join(map(str, rows[:8]))
+    return f"{shown}, ... ({len(rows)} in all)" if len(rows) > 8 else shown

@@ -1,4 +1,4 @@
-"""What every cached loss must satisfy. Subclass it, say how the loss and its plain truth are made, inherit the rest."""
+"""What every cached loss must satisfy: say how a loss and its plain truth are made, and inherit the checks."""
 
 from __future__ import annotations
 

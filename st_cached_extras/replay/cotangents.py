@@ -1,0 +1,49 @@
+"""How known derivatives enter autograd: injected into features that have a graph, or attached to a value."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+def surrogate(features: Tensor, cotangent: Tensor, grad_output: Tensor) -> Tensor:
+    """A scalar whose derivative with respect to ``features`` is ``cotangent * grad_output``.
+
+    The scale is applied in at least fp32, before the gradient takes the dtype of half-precision features, so that a
+    loss scale lifts small cotangents out of underflow.
+
+    Args:
+        features: [n, ...] with a graph.
+        cotangent: [n, ...].
+        grad_output: scalar, what the outer backward hands to the loss.
+    """
+    dtype = torch.promote_types(torch.promote_types(features.dtype, cotangent.dtype), torch.float32)
+    return torch.dot(features.flatten().to(dtype), cotangent.flatten().to(dtype)) * grad_output
+
+
+class AttachCotangents(torch.autograd.Function):
+    """A value whose derivatives are already known: d value / d tensors[k] = cotangents[k]."""
+
+    @staticmethod
+    def forward(ctx, value: Tensor, count: int, *tensors_and_cotangents: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors_and_cotangents[count:])
+        return value.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        cotangents = ctx.saved_tensors
+        gradients = [(grad_output * cotangent).to(cotangent.dtype) for cotangent in cotangents]
+        return None, None, *gradients, *(None for _ in cotangents)
+
+
+def attach_cotangents(value: Tensor, tensors: list[Tensor], cotangents: list[Tensor]) -> Tensor:
+    """Return ``value``, differentiable in ``tensors`` with the given derivatives."""
+    cotangents = [cotangent.to(tensor.dtype) for tensor, cotangent in zip(tensors, cotangents, strict=True)]
+    return AttachCotangents.apply(value, len(tensors), *tensors, *cotangents)
+
+
+def accumulate_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
+    """Add to ``parameter.grad`` as a backward would."""
+    gradient = gradient.to(parameter.dtype)
+    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
