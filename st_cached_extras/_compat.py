@@ -8,7 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import sentence_transformers
+from datasets import Dataset
 from torch import nn
+from transformers import PretrainedConfig
 
 try:
     from sentence_transformers.base.losses.gradcache import _create_minibatch as create_mini_batch
@@ -20,9 +22,19 @@ except ImportError as error:
         'pip install "sentence-transformers>=6.2,<7", or upgrade st-cached-extras.'
     ) from error
 
-__all__ = ["create_mini_batch", "get_batch_size", "uncompiled"]
+__all__ = ["create_mini_batch", "dataset_fingerprint", "get_batch_size", "source_of", "uncompiled"]
 
 
 def uncompiled(model: nn.Module) -> Any:
     """The module inside a ``torch.compile`` wrapper, or the module itself."""
     return getattr(model, "_orig_mod", model)
+
+
+def dataset_fingerprint(dataset: Dataset) -> str:
+    """A hash of a dataset's content and of what was done to it."""
+    return dataset._fingerprint
+
+
+def source_of(config: PretrainedConfig) -> str:
+    """The id or path that a configuration was loaded from."""
+    return config._name_or_path

@@ -1,0 +1,183 @@
+"""The model card: sentence-transformers' card data with a template of ours that says how a run can be repeated.
+
+The Trainer fills in what it knows (data, loss, hyperparameters, logs); a script adds what it alone knows (scores
+before and after, figures, the command, limits). Nothing here asks the Hub for anything.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+from sentence_transformers.sentence_transformer.model_card import SentenceTransformerModelCardData
+
+from st_cached_extras._compat import dataset_fingerprint, source_of
+
+
+@dataclass
+class ReplayModelCardData(SentenceTransformerModelCardData):
+    """Card data with room for what makes a run repeatable and its result checkable.
+
+    All that `SentenceTransformerModelCardData` takes, and:
+
+    Args:
+        summary: What was trained, in a sentence or two.
+        data: What it was trained and evaluated on: a label and a description each, such as a split's size and
+            fingerprint.
+        run: Facts of the run, such as batch, mini-batch and seed.
+        scores: Rows of the table of results, each from column name to value, all with the same columns. Floats
+            print with three decimals.
+        figures: Picture files and their captions. Each save of the model gets its own copy.
+        command: The command line, as from `command_line()`.
+        limits: Known limits, a sentence each.
+
+    Example:
+        >>> card = ReplayModelCardData(model_name="Video retriever", limits=["Knows 25 words."])
+        >>> model = SentenceTransformer("path", model_card_data=card)
+        >>> card.scores = [{"Metric": "R@5", "Before": 0.08, "After": 0.95}]
+        >>> model.save_pretrained("output/final")
+    """
+
+    summary: str = ""
+    data: dict[str, str] = field(default_factory=dict)
+    run: dict[str, Any] = field(default_factory=dict)
+    scores: list[dict[str, Any]] = field(default_factory=list)
+    figures: list[tuple[str, str]] = field(default_factory=list)
+    command: str = ""
+    limits: list[str] = field(default_factory=list)
+
+    template_path: Path = field(default=Path(__file__).with_name("template.md"), init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.add_tags("st-cached-extras")
+
+    def get_model_specific_metadata(self) -> dict[str, Any]:
+        return {
+            **super().get_model_specific_metadata(),
+            "version": {**self.version, "st_cached_extras": version("st-cached-extras")},
+            "score_table": markdown_table(self.scores),
+            "figures": [(Path(path).name, caption) for path, caption in self.figures],
+            "install": 'pip install "st-cached-extras[video]"' if self._clips() else "pip install st-cached-extras",
+        }
+
+    def generate_usage_snippet(self) -> str:
+        """Example code; clips go through `read_video`, because a path may be taken for text, or need torchcodec."""
+        clips = self._clips()
+        if not clips or not self.usage_examples_display:
+            return super().generate_usage_snippet()
+        texts = [example for example in self.usage_examples if isinstance(example, str)]
+        names = [name for name in self.usage_examples_display if name.startswith("assets/")]
+        folder = f'snapshot_download("{self.model_id}")' if self.model_id else '"path/to/the/folder/of/this/card"'
+        lines = [
+            *(["from huggingface_hub import snapshot_download"] if self.model_id else []),
+            "from sentence_transformers import SentenceTransformer",
+            "from st_cached_extras.data import read_video",
+            "",
+            f"folder = {folder}",
+            "model = SentenceTransformer(folder)",
+            f"captions = {texts!r}",
+            f"files = {names!r}",
+            f'videos = [read_video(f"{{folder}}/{{file}}", num_frames={len(clips[0]["array"])}) for file in files]',
+            "",
+            "similarities = model.similarity(model.encode_query(captions), model.encode_document(videos))",
+            *(["print(similarities)", self.similarities] if texts and self.similarities else []),
+        ]
+        return "```python\n" + "\n".join(lines) + "\n```"
+
+    def _clips(self) -> list[dict[str, Any]]:
+        """The examples that are clips with metadata."""
+        return [e for e in self.usage_examples or [] if isinstance(e, dict) and "video_metadata" in e]
+
+    def set_base_model(self, model_id: str, revision: str | None = None) -> bool:
+        """Names the base model, if it came from the Hub; a folder on this machine is no base model for a reader."""
+        return not is_local(model_id) and super().set_base_model(model_id, revision)
+
+    def try_to_set_base_model(self) -> None:
+        # The plain guess makes Hub ids of any path's last parts, and asks the Hub about each.
+        transformer = self.model.transformers_model
+        if transformer is not None and not is_local(source_of(transformer.config)):
+            super().try_to_set_base_model()
+
+    def to_dict(self) -> dict[str, Any]:
+        if self.usage_examples:
+            # As a mapping with metadata, a clip is saved beside the card as an mp4 for readers to try.
+            self.usage_examples = [_with_metadata(example) for example in self.usage_examples]
+        for dataset in (*self.train_datasets, *self.eval_datasets):
+            if isinstance(dataset.get("examples"), dict):
+                dataset["examples"] = {
+                    column: [_describe(value) for value in values] for column, values in dataset["examples"].items()
+                }
+        if self.save_dir is not None:
+            for path, _ in self.figures:
+                target = Path(self.save_dir) / Path(path).name
+                if Path(path).resolve() != target.resolve():
+                    shutil.copyfile(path, target)
+        return super().to_dict()
+
+
+def command_line(argv: Sequence[str] | None = None) -> str:
+    """The command that started this process, as it may be published: no secrets, no path of the script's folder."""
+    script, *arguments = sys.argv if argv is None else argv
+    shown = []
+    hide_next = False
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
+        secret = name.startswith("--") and name.replace("-", "_").endswith(("token", "password", "key"))
+        shown.append("***" if hide_next else f"{name}=***" if secret and equals else argument)
+        hide_next = secret and not equals
+    relative = os.path.relpath(script)
+    return shlex.join(["python", os.path.basename(script) if relative.startswith("..") else relative, *shown])
+
+
+def describe_dataset(dataset: Dataset, unit: str = "rows") -> str:
+    """Size and fingerprint of a dataset, for :attr:`ReplayModelCardData.data`."""
+    return f"{len(dataset):,} {unit}, fingerprint `{dataset_fingerprint(dataset)}`"
+
+
+def markdown_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Rows as a Markdown table, the columns taken from the first."""
+    if not rows:
+        return ""
+    columns = list(rows[0])
+    for row in rows:
+        if list(row) != columns:
+            raise ValueError(f"Every row of scores must have the columns {columns}, got {list(row)}.")
+    lines = [columns, ["---"] * len(columns), *([_format(row[column]) for column in columns] for row in rows)]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def is_local(name: str | os.PathLike) -> bool:
+    """Whether a model's name is, or was, a path on this machine, not an id on the Hub ("name" or "owner/name")."""
+    name = os.fspath(name)
+    return not name or os.path.exists(name) or name[0] in "./\\~" or os.path.isabs(name) or name.count("/") > 1
+
+
+def _format(value: Any) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else str(value).replace("|", "\\|")
+
+
+def _is_clip(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.ndim == 4 and value.dtype == np.uint8
+
+
+def _with_metadata(value: Any) -> Any:
+    if not _is_clip(value):
+        return value
+    return {"array": value, "video_metadata": {"fps": 8.0, "total_num_frames": len(value)}}
+
+
+def _describe(value: Any) -> Any:
+    if not _is_clip(value):
+        return value
+    frames, height, width, _ = value.shape
+    return f"video of {frames} frames, {width}x{height}"
