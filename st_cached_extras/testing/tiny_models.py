@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Pooling, Router, Transformer
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -16,6 +18,7 @@ from torch import nn
 from transformers import (
     BertConfig,
     BertModel,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     VideoMAEConfig,
     VideoMAEModel,
@@ -47,10 +50,12 @@ def word_tokenizer(words: Sequence[str] = WORDS, padding_side: str = "right") ->
     )
 
 
-def _transformer(model: nn.Module, *processing: Any) -> Transformer:
+def _transformer(model: PreTrainedModel, *processing: Any) -> Transformer:
     with tempfile.TemporaryDirectory() as folder:
-        for part in (model, *processing):
+        # Not model.save_pretrained, which writes on the first rank alone.
+        for part in (model.config, *processing):
             part.save_pretrained(folder)
+        save_file(model.state_dict(), Path(folder) / "model.safetensors", metadata={"format": "pt"})
         return Transformer(folder)
 
 

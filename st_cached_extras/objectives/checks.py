@@ -1,0 +1,69 @@
+"""What an objective asks of its features before any mathematics, with errors that say the way out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+
+def check_ranking_features(features: Mapping[str, Tensor]) -> list[str]:
+    """The names of a batch of queries and documents, documents first.
+
+    Args:
+        features: "anchor", "positive", any number of "negative_1", "negative_2", ..., each [B, D], floating point.
+
+    Returns:
+        "positive", the negatives by their number, "anchor", whatever the order in ``features``.
+
+    Raises:
+        TypeError: a column that is not floating point.
+        ValueError: an unknown or missing name, an empty column or one that is not [B, D], B or D that differ.
+    """
+    negatives = {name: re.fullmatch(r"negative_([1-9]\d*)", name) for name in features}
+    unknown = [name for name in features if name not in ("anchor", "positive") and not negatives[name]]
+    missing = [name for name in ("anchor", "positive") if name not in features]
+    expected = "expected 'anchor', 'positive' and optionally 'negative_1', 'negative_2', ..."
+    if unknown or missing:
+        problem = f"unknown {unknown}" if unknown else f"missing {missing}"
+        raise ValueError(
+            f"features: {problem} among {list(features)}, {expected}. "
+            "Name the columns so, in the order query, its document, its hard negatives."
+        )
+    anchor = features["anchor"]
+    for name, column in features.items():
+        if not column.is_floating_point():
+            raise TypeError(
+                f"features[{name!r}]: dtype {column.dtype}, expected a floating-point dtype. Give embeddings, not ids."
+            )
+        if column.ndim != 2 or 0 in column.shape:
+            raise ValueError(
+                f"features[{name!r}]: shape {tuple(column.shape)}, expected [B, D] with at least one row and one "
+                "dimension. Give one embedding vector per row: pool token embeddings first, skip an empty batch."
+            )
+        if column.shape != anchor.shape:
+            what = "rows" if len(column) != len(anchor) else "dimensions"
+            raise ValueError(
+                f"features[{name!r}]: {what} differ, shape {tuple(column.shape)}, expected {tuple(anchor.shape)} as "
+                "'anchor'. Row i of every column belongs to query i and all columns are scored against each other: "
+                "give every query one row per column, from encoders of one width."
+            )
+    return ["positive", *sorted(filter(negatives.get, features), key=lambda name: int(name[9:])), "anchor"]
+
+
+def check_rows(rows: Tensor | None, count: int) -> None:
+    """``rows`` are None or int64 [b], each from 0 to count − 1; if not, a TypeError or ValueError."""
+    if rows is None:
+        return
+    if rows.dtype != torch.int64 or rows.ndim != 1:
+        raise TypeError(
+            f"rows: {rows.dtype} of shape {tuple(rows.shape)}, expected int64 [b]. Give row indices; a mask becomes "
+            "one with mask.nonzero().flatten()."
+        )
+    if len(rows) and (int(rows.min()) < 0 or int(rows.max()) >= count):
+        raise ValueError(
+            f"rows: indices from {int(rows.min())} to {int(rows.max())}, expected 0 to {count - 1}. Give indices of "
+            "this rank's own rows, without the offset of other ranks."
+        )
