@@ -1,3 +1,3 @@
-from st_cached_extras.distributed.world import World
+from st_cached_extras.distributed.world import RankError, World
 
-__all__ = ["World"]
+__all__ = ["RankError", "World"]

@@ -7,6 +7,7 @@ an error on one and a wait without end on the others.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 
 import torch
@@ -74,6 +75,9 @@ class World:
         if error is not None:
             raise error
 
+    def check_equal(self, what: str, value: str) -> None:
+        """Raise a :class:`RankError` on every rank, naming what each has, unless all ranks have the same text."""
+
 
 class ProcessGroupWorld(World):
     """The ranks of a ``torch.distributed`` process group.
@@ -121,6 +125,14 @@ class ProcessGroupWorld(World):
         dist.all_gather_object(causes, cause, group=self._group)
         message = "; ".join(f"rank {rank}: {cause}" for rank, cause in enumerate(causes) if cause is not None)
         raise RankError(f"Training stopped on all ranks, because of {message}") from error
+
+    def check_equal(self, what: str, value: str) -> None:
+        if len(set(self.row_counts(zlib.crc32(value.encode())))) == 1:
+            return
+        values: list[str] = [""] * self.size
+        dist.all_gather_object(values, value, group=self._group)
+        listed = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+        raise RankError(f"{what} must be the same on every rank, and differ: {listed}")
 
     @property
     def _device(self) -> torch.device:

@@ -48,6 +48,8 @@ class CachedInfoNCELoss(ReplayLoss):
             "hard_negatives" or "all_negatives", so that harder ones weigh more; None (default) for none.
         hardness_strength: see ``hardness_mode``; not negative.
         sort_by_length: put rows of like length into one mini-batch.
+        learnable_scale: train the scale from the given one on (its logarithm, ``loss.objective.log_scale``). Save it
+            with :class:`~st_cached_extras.ReplaySentenceTransformerTrainer`.
 
     Raises:
         TypeError: ``model`` is not a SentenceTransformer, or an argument is of the wrong type.
@@ -116,6 +118,7 @@ class CachedInfoNCELoss(ReplayLoss):
         hardness_strength: float = 0.0,
         *,
         sort_by_length: bool = True,
+        learnable_scale: bool = False,
     ) -> None:
         objective = InfoNCE(
             scale=scale,
@@ -124,6 +127,7 @@ class CachedInfoNCELoss(ReplayLoss):
             partition_mode=partition_mode,
             hardness_mode=hardness_mode,
             hardness_strength=hardness_strength,
+            learnable_scale=learnable_scale,
         )
         super().__init__(
             model,
@@ -137,7 +141,7 @@ class CachedInfoNCELoss(ReplayLoss):
 
     @property
     def scale(self) -> float:
-        """The inverse temperature."""
+        """The inverse temperature; if it is learned, as it stands now."""
         return self.objective.scale
 
     @property
@@ -149,6 +153,7 @@ class CachedInfoNCELoss(ReplayLoss):
         """The configuration as plain JSON types, for the model card."""
         return {
             "scale": self.scale,
+            "learnable_scale": self.objective.log_scale is not None,
             "similarity_fct": similarity_fct_name(self.objective.similarity_fct),
             "directions": list(self.objective.directions),
             "partition_mode": self.objective.partition_mode,

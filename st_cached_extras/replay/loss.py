@@ -7,6 +7,7 @@ derivatives. Which rows share a mini-batch is planned by length, and the derivat
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -24,6 +25,8 @@ from st_cached_extras.replay.cotangents import accumulate_gradient, attach_cotan
 from st_cached_extras.replay.passes import Column, Passes
 from st_cached_extras.replay.plan import plan_mini_batches
 from st_cached_extras.replay.rows import FeatureRows
+
+logger = logging.getLogger(__name__)
 
 
 class ReplayLoss(CachedLossMixin, nn.Module):
@@ -48,6 +51,9 @@ class ReplayLoss(CachedLossMixin, nn.Module):
         TypeError: ``model`` is not a SentenceTransformer, or a size is not an integer.
         ValueError: a size is not positive, or the model embeds its inputs with a StaticEmbedding.
     """
+
+    state_is_saved: bool = False  # set by ReplayTrainerMixin, which saves what the loss owns
+    _has_warned: bool = False
 
     def __init__(
         self,
@@ -178,10 +184,14 @@ class ReplayLoss(CachedLossMixin, nn.Module):
         columns = self._plan(list(sentence_features), world)
         passes = Passes(engine, self.extract, world, self.show_progress_bar)
         passes.collect(columns, with_replay)
+        if self.gather_across_devices:
+            shapes = {column.name: list(column.embeddings.shape[1:]) for column in columns}
+            world.check_equal("The objective and the widths of the embeddings", f"{self.objective!r} of {shapes}")
         reps = [[column.embeddings] for column in columns]
         if not with_replay:
             return self.calculate_loss(reps, labels)
 
+        self._warn_if_state_is_not_saved()
         for column in columns:
             column.embeddings.requires_grad_()
         value = self.calculate_loss(reps, labels, with_backward=True)
@@ -207,6 +217,16 @@ class ReplayLoss(CachedLossMixin, nn.Module):
             )
         )
         return loss
+
+    def _warn_if_state_is_not_saved(self) -> None:
+        owned = [name for name, parameter in self.objective.named_parameters() if parameter.requires_grad]
+        if owned and not self.state_is_saved and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                f"{type(self).__name__} trains parameters of its own ({', '.join(owned)}), which the checkpoints of "
+                "SentenceTransformerTrainer do not hold: a resumed run starts them anew. Use "
+                "ReplaySentenceTransformerTrainer, or mix ReplayTrainerMixin into your trainer."
+            )
 
     @property
     def world_factor(self) -> int:

@@ -85,7 +85,7 @@ def test_a_process_group_is_a_world_of_its_own():
 
 def test_a_dead_rank_ends_in_an_error_and_not_in_a_wait():
     begin = time.monotonic()
-    with pytest.raises(RankFailure, match="(?i)timed out|timeout|connection|closed"):
+    with pytest.raises(RankFailure, match=r"(?i)timed out|timeout|connection|closed"):
         run_on_ranks(die_on_rank_one, 2, collective_timeout=5.0)
     assert time.monotonic() - begin < 60
 
