@@ -48,6 +48,7 @@ class CachedInfoNCELoss(ReplayLoss):
             "hard_negatives" or "all_negatives", so that harder ones weigh more; None (default) for none.
         hardness_strength: see ``hardness_mode``; not negative.
         sort_by_length: put rows of like length into one mini-batch.
+        kept_graphs: share of the mini-batches whose graphs are kept from the first pass: time for memory.
         learnable_scale: train the scale from the given one on (its logarithm, ``loss.objective.log_scale``). Save it
             with :class:`~st_cached_extras.ReplaySentenceTransformerTrainer`.
 
@@ -118,6 +119,7 @@ class CachedInfoNCELoss(ReplayLoss):
         hardness_strength: float = 0.0,
         *,
         sort_by_length: bool = True,
+        kept_graphs: float = 0.0,
         learnable_scale: bool = False,
     ) -> None:
         objective = InfoNCE(
@@ -136,6 +138,7 @@ class CachedInfoNCELoss(ReplayLoss):
             mini_batch_num_tokens=mini_batch_num_tokens,
             sort_by_length=sort_by_length,
             gather_across_devices=gather_across_devices,
+            kept_graphs=kept_graphs,
             show_progress_bar=show_progress_bar,
         )
 

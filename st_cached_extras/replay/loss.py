@@ -45,6 +45,8 @@ class ReplayLoss(CachedLossMixin, nn.Module):
             gradients are the same; with dropout, rows draw other masks than in the order given.
         gather_across_devices: compute one global objective over the rows of all ranks. By default, as in ST, the
             loss is the mean over ranks of each rank's own.
+        kept_graphs: share of the mini-batches whose graphs are kept from the first pass, so that they are not embedded
+            again: time for memory. At 1 the memory is that of a step without a cache. For models that no engine wraps.
         show_progress_bar: show a progress bar over the mini-batches of each pass.
 
     Raises:
@@ -64,6 +66,7 @@ class ReplayLoss(CachedLossMixin, nn.Module):
         mini_batch_num_tokens: int | None = None,
         sort_by_length: bool = True,
         gather_across_devices: bool = False,
+        kept_graphs: float = 0.0,
         show_progress_bar: bool = False,
     ) -> None:
         super().__init__()
@@ -77,6 +80,9 @@ class ReplayLoss(CachedLossMixin, nn.Module):
         self.mini_batch_num_tokens = mini_batch_num_tokens
         self.sort_by_length = sort_by_length
         self.gather_across_devices = gather_across_devices
+        if isinstance(kept_graphs, bool) or not isinstance(kept_graphs, (int, float)) or not 0 <= kept_graphs <= 1:
+            raise ValueError(f"kept_graphs must be a share between 0 and 1, got {kept_graphs!r}.")
+        self.kept_graphs = kept_graphs
         self.show_progress_bar = show_progress_bar
 
     def _check_model(self, model: Any) -> None:
@@ -183,7 +189,13 @@ class ReplayLoss(CachedLossMixin, nn.Module):
         world = engine.world if with_replay or self.gather_across_devices else World()
         columns = self._plan(list(sentence_features), world)
         passes = Passes(engine, self.extract, world, self.show_progress_bar)
-        passes.collect(columns, with_replay)
+        if self.kept_graphs and type(engine) is not Engine:
+            raise ValueError(
+                f"kept_graphs={self.kept_graphs} is for models that no engine wraps, and this one is wrapped in "
+                f"{type(engine.model).__name__}, which wants to see every backward follow its own forward. Set "
+                "kept_graphs=0."
+            )
+        passes.collect(columns, with_replay, self.kept_graphs)
         if self.gather_across_devices:
             shapes = {column.name: list(column.embeddings.shape[1:]) for column in columns}
             world.check_equal("The objective and the widths of the embeddings", f"{self.objective!r} of {shapes}")
@@ -292,6 +304,7 @@ class ReplayLoss(CachedLossMixin, nn.Module):
             "mini_batch_num_tokens": self.mini_batch_num_tokens,
             "sort_by_length": self.sort_by_length,
             "gather_across_devices": self.gather_across_devices,
+            "kept_graphs": self.kept_graphs,
         }
 
     @property

@@ -7,7 +7,7 @@ autocast, is captured around the first and restored around the second.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,17 +61,19 @@ class Column:
         name: what the objective calls it.
         rows: its inputs.
         plan: int64 row indices [n], one tensor per mini-batch.
-        random_states: the random state before each mini-batch of the first pass.
+        random_states: per mini-batch, the random state before its first pass; None where that drew no numbers.
+        kept: embeddings of the first pass that still have their graphs, by mini-batch.
         embeddings: [B, D] in row order, in at least fp32.
-        is_frozen: whether no trainable parameter has a part in it.
+        trainable: a mini-batch in which a trainable parameter is known to have a part; None if there is none.
     """
 
     name: str
     rows: FeatureRows
     plan: list[Tensor]
-    random_states: list[RandContext] = field(default_factory=list)
+    random_states: list[RandContext | None] = field(default_factory=list)
+    kept: dict[int, Tensor] = field(default_factory=dict)
     embeddings: Tensor = field(default_factory=lambda: torch.empty(0))
-    is_frozen: bool = False
+    trainable: int | None = None
 
 
 class Passes:
@@ -95,48 +97,63 @@ class Passes:
         self._autocast = AutocastState.capture(torch.device("cpu") if parameter is None else parameter.device)
 
     @torch.no_grad()
-    def collect(self, columns: Sequence[Column], with_replay: bool) -> None:
+    def collect(self, columns: Sequence[Column], with_replay: bool, kept_graphs: float = 0.0) -> None:
         """First pass: embed every mini-batch, each embedding written once, in row order.
 
         Args:
             columns: filled with embeddings and, with a replay to come, random states.
             with_replay: whether a backward will replay the mini-batches.
+            kept_graphs: share of the mini-batches, the first ones of the plan, that run with a graph which the
+                second pass uses instead of running them again.
 
         Raises:
             NonFiniteFeaturesError: on every rank (there as a :class:`RankError`) if any embedding is not finite.
         """
         count = sum(len(column.plan) for column in columns)
         padding = self._world.max_count(count) - count
+        to_keep = round(kept_graphs * count) if with_replay else 0
         error = None
         try:
             with self._progress(count, "Collect") as progress:
                 for _ in range(padding):
                     self._engine.collect(columns[0].rows.take(columns[0].plan[0]))
                 for column in columns:
-                    self._collect_column(column, with_replay, progress)
+                    self._collect_column(column, with_replay, min(to_keep, len(column.plan)), progress)
+                    to_keep -= min(to_keep, len(column.plan))
             _check_finite(columns)
         except Exception as caught:
             error = caught
         self._world.raise_together(error)
 
-    def _collect_column(self, column: Column, with_replay: bool, progress: tqdm) -> None:
-        # Whether a column reaches a trainable parameter is autograd's to say: in a partly frozen model (LoRA, a frozen
-        # Router tower) its first mini-batch is run with a graph, to look at it, and without weights that autocast has
-        # already cast without one.
-        may_be_frozen = with_replay and not all(p.requires_grad for p in self._engine.model.parameters())
+    def _collect_column(self, column: Column, with_replay: bool, to_keep: int, progress: tqdm) -> None:
+        if with_replay and all(parameter.requires_grad for parameter in self._engine.model.parameters()):
+            column.trainable = len(column.plan) - 1
+        before = None
         for index, rows in enumerate(column.plan):
             features = column.rows.take(rows)
-            if with_replay:
-                column.random_states.append(RandContext(*features.values()))
-            look = may_be_frozen and index == 0
-            if look:
+            if with_replay and before is None:
+                before = RandContext(*features.values())
+            # Whether a mini-batch reaches a trainable parameter is autograd's to say: in a partly frozen model (LoRA,
+            # a frozen tower) mini-batches are run with a graph, to look at it, until one does.
+            look = with_replay and column.trainable is None
+            with_graph = look or index < to_keep
+            if with_graph:
+                # Not with weights that autocast has already cast without a graph.
                 torch.clear_autocast_cache()
-            with torch.set_grad_enabled(look):
+            with torch.set_grad_enabled(with_graph):
                 embeddings = self._extract(self._engine.collect(features))
             if index == 0:
-                column.is_frozen = may_be_frozen and not embeddings.requires_grad
                 column.embeddings = _row_buffer(column.rows.count, embeddings)
-            column.embeddings[rows.to(embeddings.device)] = embeddings.to(column.embeddings.dtype)
+            column.embeddings[rows.to(embeddings.device)] = embeddings.detach().to(column.embeddings.dtype)
+            if look and embeddings.requires_grad:
+                column.trainable = index
+            if index < to_keep and embeddings.requires_grad:
+                column.kept[index] = embeddings
+            if with_replay:
+                after = RandContext(*features.values())
+                drew = not _same_state(before, after)
+                column.random_states.append(before if drew else None)
+                before = after if drew else before
             progress.update()
         # Nor may such weights serve whatever the caller computes next under the same autocast.
         torch.clear_autocast_cache()
@@ -157,38 +174,58 @@ class Passes:
         replays = [
             (column, index, cotangent)
             for column, cotangent in zip(columns, cotangents, strict=True)
-            if not column.is_frozen
+            if column.trainable is not None
             for index in range(len(column.plan))
         ]
         padding = self._world.max_count(len(replays)) - len(replays)
         if not replays:
             return
+        # The last backward synchronises the gradients, so it must have some: of the last column, the mini-batch that
+        # is known to be trainable.
+        column = replays[-1][0]
+        last = replays.pop(len(replays) - len(column.plan) + column.trainable)
         error = None
         try:
-            with self._progress(len(replays) - 1, "Replay") as progress:
-                column, index, cotangent = replays[0]
+            with self._progress(len(replays), "Replay") as progress:
+                column, index, cotangent = last
                 for _ in range(padding):
                     self._replay_mini_batch(column, index, torch.zeros_like(cotangent), grad_output)
-                for column, index, cotangent in replays[:-1]:
+                for column, index, cotangent in replays:
                     self._replay_mini_batch(column, index, cotangent, grad_output)
                     progress.update()
         except Exception as caught:
             error = caught
         self._world.raise_together(error)
-        self._replay_mini_batch(*replays[-1], grad_output, last=True)
+        self._replay_mini_batch(*last, grad_output, last=True)
 
     def _replay_mini_batch(
-        self, column: Column, index: int, cotangent: Tensor, grad_output: Tensor, last: bool = False
+        self,
+        column: Column,
+        index: int,
+        cotangent: Tensor,
+        grad_output: Tensor,
+        last: bool = False,
     ) -> None:
         rows = column.plan[index]
-        features = column.rows.take(rows)
-        with column.random_states[index], self._autocast.restore():
-            embeddings = self._extract(self._engine.replay(features, last=last))
-        injected = surrogate(embeddings, cotangent[rows.to(cotangent.device)], grad_output)
-        self._engine.backward(injected, last=last)
+        embeddings = column.kept.pop(index, None)
+        if embeddings is None:
+            features = column.rows.take(rows)
+            with column.random_states[index] or nullcontext(), self._autocast.restore():
+                embeddings = self._extract(self._engine.replay(features, last=last))
+        # Where only some rows reach a trainable parameter, a mini-batch may have none of them.
+        if embeddings.requires_grad:
+            injected = surrogate(embeddings, cotangent[rows.to(cotangent.device)], grad_output)
+            self._engine.backward(injected, last=last)
 
     def _progress(self, total: int, description: str) -> tqdm:
         return tqdm(total=total, desc=f"{description} mini-batches", disable=not self._show_progress_bar, leave=False)
+
+
+def _same_state(first: RandContext, second: RandContext) -> bool:
+    """Whether no random number was drawn between two snapshots on the same devices."""
+    pairs = [(first.fwd_cpu_state, second.fwd_cpu_state), (first.fwd_mps_state, second.fwd_mps_state)]
+    pairs += zip(first.fwd_gpu_states, second.fwd_gpu_states, strict=True)
+    return all(a is b or torch.equal(a, b) for a, b in pairs)
 
 
 def _row_buffer(count: int, embeddings: Tensor) -> Tensor:

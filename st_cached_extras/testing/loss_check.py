@@ -317,6 +317,48 @@ class LossCheckCase(ABC):
         assert len(calls["video"]) == 3
         assert len(calls["text"]) == 2 * 3 * (self.num_columns - 1)
 
+    def test_rows_without_a_trainable_part_do_not_freeze_the_rest_of_their_column(self):
+        model = tiny_text_model()
+        model[0].model.requires_grad_(False)
+        model.append(_AdapterForOddRows(16))
+        columns = text_columns(model, 7, self.num_columns, seed=9)
+        self.assert_equals_plain(model, columns, FLOAT64_TOLERANCE, mini_batch_size=1, sort_by_length=False)
+        self.assert_equals_plain(model, columns, FLOAT64_TOLERANCE, mini_batch_size=2)
+
+    @pytest.mark.parametrize("dropout", [0.0, 0.2])
+    @pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
+    def test_kept_graphs_change_no_bit_of_the_gradients_and_save_forwards(self, share, dropout):
+        model = tiny_text_model(dropout=dropout)
+        columns = text_columns(model, 8, self.num_columns)
+        results = {}
+        for kept in (0.0, share):
+            torch.manual_seed(3)
+            calls = _count_calls(model[0])
+            results[kept] = self.step(self.make_loss(model, mini_batch_size=2, kept_graphs=kept), columns)
+            results[kept] += (len(calls),)
+        (value, expected, calls), (kept_value, found, fewer_calls) = results.values()
+        assert torch.equal(value, kept_value)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        assert calls == 8 * self.num_columns and fewer_calls == calls - round(share * 4 * self.num_columns)
+
+    @pytest.mark.parametrize("share", [-0.1, 1.5, "half", True])
+    def test_refuses_a_share_of_kept_graphs_that_is_none(self, share):
+        with pytest.raises(ValueError, match="kept_graphs must be a share between 0 and 1"):
+            self.make_loss(tiny_text_model(), kept_graphs=share)
+
+    def test_random_states_are_kept_only_where_numbers_were_drawn(self):
+        for dropout, expected in ((0.0, 0), (0.3, 3 * self.num_columns)):
+            model = tiny_text_model(dropout=dropout)
+            loss = self.make_loss(model, mini_batch_size=2)
+            kept = []
+            replay = loss._replay
+            loss._replay = lambda *args, kept=kept, replay=replay, **kwargs: (
+                kept.extend(state for column in kwargs["columns"] for state in column.random_states),
+                replay(*args, **kwargs),
+            )[1]
+            loss(text_columns(model, 5, self.num_columns), self._labels(5)).backward()
+            assert sum(state is not None for state in kept) == expected
+
     def test_a_wholly_frozen_model_has_a_value_and_is_not_replayed(self):
         model = tiny_text_model().requires_grad_(False)
         seen = _record_embeddings(model)
@@ -418,6 +460,21 @@ class LossCheckCase(ABC):
 
     def _labels(self, rows: int) -> Tensor | None:
         return self.make_labels(rows, 0)
+
+
+class _AdapterForOddRows(nn.Module):
+    """The only trainable module of a model, and only for rows with an odd first word."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, features: dict) -> dict:
+        embeddings = features["sentence_embedding"]
+        odd = features["input_ids"][:, 1] % 2 == 1
+        if odd.any():
+            features["sentence_embedding"] = torch.where(odd[:, None], self.linear(embeddings), embeddings)
+        return features
 
 
 class _RoundedTo(SentenceTransformer):
