@@ -50,8 +50,12 @@ class Engine:
         surrogate.backward()
 
     def average_gradients(self, parameters: list[nn.Parameter]) -> None:
-        """Average, in one flat bucket per dtype, the gradients of parameters that the engine does not know."""
-        if self.world.size == 1 or not self.synchronises:
+        """Average, in one flat bucket per dtype, the gradients of parameters that the engine does not know.
+
+        At every backward, synchronising or not: the mean is linear, so accumulated gradients stay right, and of
+        several losses that share a step each has averaged its own.
+        """
+        if self.world.size == 1:
             return
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in parameters:

@@ -48,7 +48,12 @@ class CachedInfoNCELoss(ReplayLoss):
             "hard_negatives" or "all_negatives", so that harder ones weigh more; None (default) for none.
         hardness_strength: see ``hardness_mode``; not negative.
         sort_by_length: put rows of like length into one mini-batch.
+        trim_left_padding: also cut off leading padding that a whole mini-batch shares; only for models with relative
+            (rotary) positions.
         kept_graphs: share of the mini-batches whose graphs are kept from the first pass: time for memory.
+        differentiated_samples: embed only so many rows (an int, or a share as a float) a second time, drawn anew at
+            every step and weighted so that the expected gradient is that of all rows; None for all.
+        selection_seed: seed of those draws.
         learnable_scale: train the scale from the given one on (its logarithm, ``loss.objective.log_scale``). Save it
             with :class:`~st_cached_extras.ReplaySentenceTransformerTrainer`.
 
@@ -119,7 +124,10 @@ class CachedInfoNCELoss(ReplayLoss):
         hardness_strength: float = 0.0,
         *,
         sort_by_length: bool = True,
+        trim_left_padding: bool = False,
         kept_graphs: float = 0.0,
+        differentiated_samples: int | float | None = None,
+        selection_seed: int = 0,
         learnable_scale: bool = False,
     ) -> None:
         objective = InfoNCE(
@@ -137,8 +145,11 @@ class CachedInfoNCELoss(ReplayLoss):
             mini_batch_size=mini_batch_size,
             mini_batch_num_tokens=mini_batch_num_tokens,
             sort_by_length=sort_by_length,
+            trim_left_padding=trim_left_padding,
             gather_across_devices=gather_across_devices,
             kept_graphs=kept_graphs,
+            differentiated_samples=differentiated_samples,
+            selection_seed=selection_seed,
             show_progress_bar=show_progress_bar,
         )
 

@@ -52,8 +52,27 @@ class AutogradScores(Scores):
                 f"expected ({len(first)}, {len(second)}). Give a function that scores every pair, as "
                 "sentence_transformers.util.cos_sim does, not a pairwise one."
             )
+        if begin == 0:
+            self._check_leaves(scores, (rows, keys))
         self._graphs[block.name] = (scores, rows, keys)
         torch.mul(scores.detach().T if block.keys_first else scores.detach(), factor, out=out)
+
+    def _check_leaves(self, scores: Tensor, embeddings: tuple[Tensor, Tensor]) -> None:
+        """Refuse parameters that the loss does not know: they would train nowhere, without a word."""
+        known = {id(leaf) for leaf in (*embeddings, *self.parameters.values())}
+        nodes, seen = [scores.grad_fn], set()
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            leaf = getattr(node, "variable", None)
+            if leaf is not None and id(leaf) not in known:
+                raise ValueError(
+                    f"similarity_fct uses a parameter of shape {list(leaf.shape)} that the loss does not hold, so it "
+                    "would get no gradient. Give an nn.Module that owns the parameter as similarity_fct."
+                )
+            nodes.extend(function for function, _ in node.next_functions)
 
     def backward(self, block: ScoreBlock, begin: int, end: int, derivative: Tensor, weight: Tensor) -> None:
         scores, rows, keys = self._graphs.pop(block.name)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 def surrogate(features: Tensor, cotangent: Tensor, grad_output: Tensor) -> Tensor:
@@ -19,6 +21,17 @@ def surrogate(features: Tensor, cotangent: Tensor, grad_output: Tensor) -> Tenso
     """
     dtype = torch.promote_types(torch.promote_types(features.dtype, cotangent.dtype), torch.float32)
     return torch.dot(features.flatten().to(dtype), cotangent.flatten().to(dtype)) * grad_output
+
+
+def inject(tensors: Sequence[Tensor], cotangents: Sequence[Tensor]) -> None:
+    """Back-propagate ``cotangents`` [B, ...] from ``tensors`` of the same shapes into the leaves they came from."""
+    if all(tensor.is_leaf for tensor in tensors):
+        # What a backward would do, without the copy that it makes.
+        for tensor, cotangent in zip(tensors, cotangents, strict=True):
+            accumulate_gradient(tensor, cotangent)
+        return
+    gradients = [cotangent.to(tensor.dtype) for tensor, cotangent in zip(tensors, cotangents, strict=True)]
+    torch.autograd.backward(list(tensors), gradients)
 
 
 class AttachCotangents(torch.autograd.Function):
@@ -43,7 +56,7 @@ def attach_cotangents(value: Tensor, tensors: list[Tensor], cotangents: list[Ten
     return AttachCotangents.apply(value, len(tensors), *tensors, *cotangents)
 
 
-def accumulate_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
-    """Add to ``parameter.grad`` as a backward would."""
-    gradient = gradient.to(parameter.dtype)
-    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+def accumulate_gradient(leaf: Tensor, gradient: Tensor) -> None:
+    """Add to ``leaf.grad`` as a backward would."""
+    gradient = gradient.to(leaf.dtype)
+    leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient

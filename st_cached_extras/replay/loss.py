@@ -21,10 +21,12 @@ from st_cached_extras._compat import uncompiled
 from st_cached_extras.distributed.engines import Engine, engine_of
 from st_cached_extras.distributed.world import World
 from st_cached_extras.objectives.base import Objective, ObjectiveResult
-from st_cached_extras.replay.cotangents import accumulate_gradient, attach_cotangents
+from st_cached_extras.replay.cotangents import attach_cotangents, inject
+from st_cached_extras.replay.media import media_tokens_of
 from st_cached_extras.replay.passes import Column, Passes
-from st_cached_extras.replay.plan import plan_mini_batches
+from st_cached_extras.replay.plan import plan_selected_first
 from st_cached_extras.replay.rows import FeatureRows
+from st_cached_extras.replay.selection import check_differentiated, count_differentiated, draw_rows
 
 logger = logging.getLogger(__name__)
 
@@ -43,10 +45,16 @@ class ReplayLoss(CachedLossMixin, nn.Module):
             computed: rows x longest row. Use it to keep the memory of short and long rows level.
         sort_by_length: put rows of like length into one mini-batch, so that hardly any padding is computed. The
             gradients are the same; with dropout, rows draw other masks than in the order given.
+        trim_left_padding: also cut off leading padding that a whole mini-batch shares, on left-padded inputs. Exact
+            for models with relative (rotary) positions, wrong for absolute ones.
         gather_across_devices: compute one global objective over the rows of all ranks. By default, as in ST, the
             loss is the mean over ranks of each rank's own.
         kept_graphs: share of the mini-batches whose graphs are kept from the first pass, so that they are not embedded
             again: time for memory. At 1 the memory is that of a step without a cache. For models that no engine wraps.
+        differentiated_samples: embed only so many rows of each rank's batch a second time (an int, or a share as a
+            float), drawn anew at every training step; their gradients are weighted so that the expected gradient is
+            that of all rows. None for all.
+        selection_seed: seed of those draws, which depend on it, on the step and on the rank.
         show_progress_bar: show a progress bar over the mini-batches of each pass.
 
     Raises:
@@ -65,8 +73,11 @@ class ReplayLoss(CachedLossMixin, nn.Module):
         mini_batch_size: int = 32,
         mini_batch_num_tokens: int | None = None,
         sort_by_length: bool = True,
+        trim_left_padding: bool = False,
         gather_across_devices: bool = False,
         kept_graphs: float = 0.0,
+        differentiated_samples: int | float | None = None,
+        selection_seed: int = 0,
         show_progress_bar: bool = False,
     ) -> None:
         super().__init__()
@@ -79,10 +90,17 @@ class ReplayLoss(CachedLossMixin, nn.Module):
         self.mini_batch_size = mini_batch_size
         self.mini_batch_num_tokens = mini_batch_num_tokens
         self.sort_by_length = sort_by_length
+        self.trim_left_padding = trim_left_padding
+        self._media_tokens = media_tokens_of(model)
         self.gather_across_devices = gather_across_devices
         if isinstance(kept_graphs, bool) or not isinstance(kept_graphs, (int, float)) or not 0 <= kept_graphs <= 1:
             raise ValueError(f"kept_graphs must be a share between 0 and 1, got {kept_graphs!r}.")
         self.kept_graphs = kept_graphs
+        check_differentiated("differentiated_samples", differentiated_samples)
+        self.differentiated_samples = differentiated_samples
+        self.selection_seed = selection_seed
+        self.selection_step = 0
+        self._rows: Tensor | None = None  # of the batch whose loss is being calculated
         self.show_progress_bar = show_progress_bar
 
     def _check_model(self, model: Any) -> None:
@@ -141,23 +159,28 @@ class ReplayLoss(CachedLossMixin, nn.Module):
             {name: feature.detach() for name, feature in features.items()},
             labels=labels,
             reference=reference,
+            rows=self._rows if with_backward else None,
             world=engine_of(self.model).world if self.gather_across_devices else None,
         )
         if not torch.is_grad_enabled():
             return result.loss
         self._check_every_column_is_used(features, result)
         tensors = list(features.values())
-        cotangents = [result.cotangents[name] for name in features]
+        cotangents = [self._of_all_rows(result.cotangents.pop(name), feature) for name, feature in features.items()]
         if with_backward:
-            torch.autograd.backward(
-                tensors, [cotangent.to(tensor.dtype) for tensor, cotangent in zip(tensors, cotangents, strict=True)]
-            )
+            inject(tensors, cotangents)
             tensors, cotangents = [], []
         for name, parameter in self.objective.named_parameters():
             if parameter.requires_grad and name in result.parameter_cotangents:
                 tensors.append(parameter)
                 cotangents.append(result.parameter_cotangents[name])
         return attach_cotangents(result.loss, tensors, cotangents) if tensors else result.loss
+
+    def _of_all_rows(self, cotangent: Tensor, feature: Tensor) -> Tensor:
+        """Cotangents of the selected rows, [b, D], among zeros for the others, [B, D]."""
+        if len(cotangent) == len(feature):
+            return cotangent
+        return cotangent.new_zeros(feature.shape).index_copy_(0, self._rows.to(cotangent.device), cotangent)
 
     def _check_every_column_is_used(self, features: Mapping[str, Tensor], result: ObjectiveResult) -> None:
         if unused := [name for name in features if name not in result.cotangents]:
@@ -187,7 +210,7 @@ class ReplayLoss(CachedLossMixin, nn.Module):
         with_replay = torch.is_grad_enabled()
         # An evaluation of local losses asks nothing of the other ranks, which may not be evaluating.
         world = engine.world if with_replay or self.gather_across_devices else World()
-        columns = self._plan(list(sentence_features), world)
+        columns, selected = self._plan(sentence_features, world, with_replay)
         passes = Passes(engine, self.extract, world, self.show_progress_bar)
         if self.kept_graphs and type(engine) is not Engine:
             raise ValueError(
@@ -197,8 +220,7 @@ class ReplayLoss(CachedLossMixin, nn.Module):
             )
         passes.collect(columns, with_replay, self.kept_graphs)
         if self.gather_across_devices:
-            shapes = {column.name: list(column.embeddings.shape[1:]) for column in columns}
-            world.check_equal("The objective and the widths of the embeddings", f"{self.objective!r} of {shapes}")
+            self._check_agreement(columns, labels, world)
         reps = [[column.embeddings] for column in columns]
         if not with_replay:
             return self.calculate_loss(reps, labels)
@@ -206,36 +228,56 @@ class ReplayLoss(CachedLossMixin, nn.Module):
         self._warn_if_state_is_not_saved()
         for column in columns:
             column.embeddings.requires_grad_()
-        value = self.calculate_loss(reps, labels, with_backward=True)
-        parameters = [parameter for parameter in self.objective.parameters() if parameter.requires_grad]
-        parameter_cotangents: Sequence[Tensor | None] = []
+        self._rows = selected
+        try:
+            value = self.calculate_loss(reps, labels, with_backward=True)
+        finally:
+            self._rows = None
+        selection_weight = 1.0 if selected is None else columns[0].rows.count / len(selected)
+        owned: list[tuple[nn.Parameter, Tensor]] = []
         if value.requires_grad:
-            parameter_cotangents = torch.autograd.grad(value, parameters, allow_unused=True)
+            parameters = [parameter for parameter in self.objective.parameters() if parameter.requires_grad]
+            gradients = torch.autograd.grad(value, parameters, allow_unused=True)
+            owned = [(p, gradient) for p, gradient in zip(parameters, gradients, strict=True) if gradient is not None]
 
+        cotangents = [column.embeddings.grad for column in columns]
+        for column in columns:
+            column.embeddings = torch.empty(0)  # the replay needs the cotangents alone
         loss = value.detach().requires_grad_()
         loss.register_hook(
             partial(
                 self._replay,
                 passes=passes,
                 columns=columns,
-                cotangents=[column.embeddings.grad for column in columns],
-                world_factor=self.world_factor,
-                parameter_cotangents=[
-                    (parameter, cotangent)
-                    for parameter, cotangent in zip(parameters, parameter_cotangents, strict=False)
-                    if cotangent is not None
-                ],
+                cotangents=cotangents,
+                weight=self.world_factor * selection_weight,
+                owned=owned,
                 engine=engine,
             )
         )
         return loss
 
+    def _check_agreement(self, columns: list[Column], labels: Tensor | None, world: World) -> None:
+        """Let what may fail on one rank alone fail before the objective's collectives, and on all."""
+        error, described = None, ""
+        try:
+            with torch.no_grad():
+                features = self.to_features([column.embeddings for column in columns])
+            self.to_targets(labels)
+            shapes = {name: [str(feature.dtype), *feature.shape[1:]] for name, feature in features.items()}
+            described = f"{self.objective!r} of {shapes}"
+        except Exception as caught:
+            error = caught
+        world.raise_together(error)
+        world.check_equal("The objective and its features", described)
+
     def _warn_if_state_is_not_saved(self) -> None:
         owned = [name for name, parameter in self.objective.named_parameters() if parameter.requires_grad]
+        owned += self.replay_state()
         if owned and not self.state_is_saved and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                f"{type(self).__name__} trains parameters of its own ({', '.join(owned)}), which the checkpoints of "
+                f"{type(self).__name__} has state of its own ({', '.join(owned)}), which the checkpoints of "
                 "SentenceTransformerTrainer do not hold: a resumed run starts them anew. Use "
                 "ReplaySentenceTransformerTrainer, or mix ReplayTrainerMixin into your trainer."
             )
@@ -249,37 +291,68 @@ class ReplayLoss(CachedLossMixin, nn.Module):
         """
         return engine_of(self.model).world.size if self.gather_across_devices else 1
 
-    def _plan(self, sentence_features: list[dict[str, Any]], world: World) -> list[Column]:
-        columns, error = [], None
+    def _plan(
+        self, sentence_features: Iterable[dict[str, Any]], world: World, with_replay: bool
+    ) -> tuple[list[Column], Tensor | None]:
+        """The columns, each with its plan, and the selected rows, or None for all; an error is raised on all ranks."""
+        columns, selected, error = [], None, None
         try:
-            columns = self._plan_columns(sentence_features)
+            rows = self._rows_of_columns(list(sentence_features))
+            count = next(iter(rows.values())).count
+            if with_replay and self.differentiated_samples is not None:
+                selected = self.select_rows(count, world.rank)
+                self.selection_step += 1
+            columns = [
+                Column(
+                    name,
+                    column,
+                    *plan_selected_first(
+                        column.count,
+                        column.lengths,
+                        selected,
+                        patches=column.patches,
+                        is_padded=column.is_padded,
+                        mini_batch_size=self.mini_batch_size,
+                        mini_batch_num_tokens=self.mini_batch_num_tokens,
+                        sort_by_length=self.sort_by_length,
+                    ),
+                )
+                for name, column in rows.items()
+            ]
         except Exception as caught:
             error = caught
         world.raise_together(error)
-        return columns
+        return columns, selected
 
-    def _plan_columns(self, sentence_features: list[dict[str, Any]]) -> list[Column]:
+    def select_rows(self, count: int, rank: int) -> Tensor:
+        """The rows of this rank's batch of ``count`` that are differentiated at this step: int64 [b], ascending."""
+        drawn = count_differentiated(self.differentiated_samples, count)
+        return draw_rows(count, drawn, seed=self.selection_seed, step=self.selection_step, rank=rank)
+
+    def _rows_of_columns(self, sentence_features: list[dict[str, Any]]) -> dict[str, FeatureRows]:
         if not sentence_features:
             raise ValueError(f"{type(self).__name__} got no input columns: the dataset has no column to embed.")
         names = _column_names(len(sentence_features))
-        rows = [FeatureRows(features) for features in sentence_features]
-        if len({column.count for column in rows}) > 1 or rows[0].count == 0:
-            counts = ", ".join(f"{name}: {column.count}" for name, column in zip(names, rows, strict=True))
-            raise ValueError(f"Every input column must hold the same positive number of rows, got {counts}.")
-        return [
-            Column(
-                name,
-                column,
-                plan_mini_batches(
-                    column.count,
-                    column.lengths,
-                    mini_batch_size=self.mini_batch_size,
-                    mini_batch_num_tokens=self.mini_batch_num_tokens,
-                    sort_by_length=self.sort_by_length,
-                ),
-            )
-            for name, column in zip(names, rows, strict=True)
-        ]
+        rows = {
+            name: FeatureRows(features, trim_left_padding=self.trim_left_padding, media_tokens=self._media_tokens)
+            for name, features in zip(names, sentence_features, strict=True)
+        }
+        counts = {name: column.count for name, column in rows.items()}
+        if len(set(counts.values())) > 1 or 0 in counts.values():
+            listed = ", ".join(f"{name}: {count}" for name, count in counts.items())
+            raise ValueError(f"Every input column must hold the same positive number of rows, got {listed}.")
+        return rows
+
+    def replay_state(self) -> dict[str, Tensor]:
+        """What a resumed run needs to draw the rows that an uninterrupted one would: the step of the selection."""
+        if self.differentiated_samples is None:
+            return {}
+        return {"selection_step": torch.tensor(self.selection_step)}
+
+    def load_replay_state(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what :meth:`replay_state` returned."""
+        if "selection_step" in state:
+            self.selection_step = int(state["selection_step"])
 
     def _replay(
         self,
@@ -287,15 +360,15 @@ class ReplayLoss(CachedLossMixin, nn.Module):
         passes: Passes,
         columns: list[Column],
         cotangents: list[Tensor],
-        world_factor: int,
-        parameter_cotangents: list[tuple[nn.Parameter, Tensor]],
+        weight: float,
+        owned: list[tuple[nn.Parameter, Tensor]],
         engine: Engine,
     ) -> None:
         """Run by the backward of the loss, with what that backward multiplies the loss by."""
-        passes.replay(columns, cotangents, grad_output * world_factor)
-        for parameter, cotangent in parameter_cotangents:
-            accumulate_gradient(parameter, cotangent * grad_output)
-        engine.average_gradients([parameter for parameter, _ in parameter_cotangents])
+        passes.replay(columns, cotangents, grad_output * weight)
+        for parameter, cotangent in owned:
+            torch.autograd.backward(parameter, (cotangent * grad_output).to(parameter.dtype))
+        engine.average_gradients([parameter for parameter, _ in owned])
 
     def get_config_dict(self) -> dict[str, Any]:
         """The configuration as plain JSON types, for the model card."""
@@ -303,8 +376,10 @@ class ReplayLoss(CachedLossMixin, nn.Module):
             "mini_batch_size": self.mini_batch_size,
             "mini_batch_num_tokens": self.mini_batch_num_tokens,
             "sort_by_length": self.sort_by_length,
+            "trim_left_padding": self.trim_left_padding,
             "gather_across_devices": self.gather_across_devices,
             "kept_graphs": self.kept_graphs,
+            "differentiated_samples": self.differentiated_samples,
         }
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from tqdm.auto import tqdm
 
 from st_cached_extras.distributed.engines import Engine
 from st_cached_extras.distributed.world import World
-from st_cached_extras.replay.cotangents import surrogate
+from st_cached_extras.replay.loop import replay_mini_batches
 from st_cached_extras.replay.rows import FeatureRows
 
 
@@ -61,6 +62,7 @@ class Column:
         name: what the objective calls it.
         rows: its inputs.
         plan: int64 row indices [n], one tensor per mini-batch.
+        differentiated: how many of the mini-batches, the first ones, are replayed.
         random_states: per mini-batch, the random state before its first pass; None where that drew no numbers.
         kept: embeddings of the first pass that still have their graphs, by mini-batch.
         embeddings: [B, D] in row order, in at least fp32.
@@ -70,6 +72,7 @@ class Column:
     name: str
     rows: FeatureRows
     plan: list[Tensor]
+    differentiated: int
     random_states: list[RandContext | None] = field(default_factory=list)
     kept: dict[int, Tensor] = field(default_factory=dict)
     embeddings: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -111,31 +114,31 @@ class Passes:
         """
         count = sum(len(column.plan) for column in columns)
         padding = self._world.max_count(count) - count
-        to_keep = round(kept_graphs * count) if with_replay else 0
+        to_keep = round(kept_graphs * sum(column.differentiated for column in columns)) if with_replay else 0
         error = None
         try:
             with self._progress(count, "Collect") as progress:
                 for _ in range(padding):
                     self._engine.collect(columns[0].rows.take(columns[0].plan[0]))
                 for column in columns:
-                    self._collect_column(column, with_replay, min(to_keep, len(column.plan)), progress)
-                    to_keep -= min(to_keep, len(column.plan))
+                    kept_here = min(to_keep, column.differentiated)
+                    self._collect_column(column, with_replay, kept_here, progress)
+                    to_keep -= kept_here
             _check_finite(columns)
         except Exception as caught:
             error = caught
         self._world.raise_together(error)
 
     def _collect_column(self, column: Column, with_replay: bool, to_keep: int, progress: tqdm) -> None:
-        if with_replay and all(parameter.requires_grad for parameter in self._engine.model.parameters()):
-            column.trainable = len(column.plan) - 1
         before = None
         for index, rows in enumerate(column.plan):
             features = column.rows.take(rows)
-            if with_replay and before is None:
+            replayed = with_replay and index < column.differentiated
+            if replayed and before is None:
                 before = RandContext(*features.values())
-            # Whether a mini-batch reaches a trainable parameter is autograd's to say: in a partly frozen model (LoRA,
-            # a frozen tower) mini-batches are run with a graph, to look at it, until one does.
-            look = with_replay and column.trainable is None
+            # Whether a mini-batch reaches a trainable parameter is autograd's to say, and not the parameters': towers
+            # may be frozen, or train for some rows only. Mini-batches are run with a graph, to look, until one does.
+            look = replayed and column.trainable is None
             with_graph = look or index < to_keep
             if with_graph:
                 # Not with weights that autocast has already cast without a graph.
@@ -149,7 +152,7 @@ class Passes:
                 column.trainable = index
             if index < to_keep and embeddings.requires_grad:
                 column.kept[index] = embeddings
-            if with_replay:
+            if replayed:
                 after = RandContext(*features.values())
                 drew = not _same_state(before, after)
                 column.random_states.append(before if drew else None)
@@ -160,11 +163,7 @@ class Passes:
 
     @torch.enable_grad()
     def replay(self, columns: Sequence[Column], cotangents: Sequence[Tensor], grad_output: Tensor) -> None:
-        """Second pass: embed every mini-batch with a graph and inject its cotangents.
-
-        A frozen column is not embedded again. Ranks with fewer mini-batches than others begin with replays of zero
-        cotangents, so that all run equally many; and none begins its last, synchronising one before all have come
-        that far without an error.
+        """Second pass: embed every mini-batch with a graph and inject its cotangents; frozen columns not at all.
 
         Args:
             columns: as :meth:`collect` left them.
@@ -172,50 +171,27 @@ class Passes:
             grad_output: scalar that multiplies every cotangent.
         """
         replays = [
-            (column, index, cotangent)
+            partial(self._embed_again, column, index, cotangent)
             for column, cotangent in zip(columns, cotangents, strict=True)
             if column.trainable is not None
-            for index in range(len(column.plan))
+            for index in range(column.differentiated)
         ]
-        padding = self._world.max_count(len(replays)) - len(replays)
-        if not replays:
-            return
-        # The last backward synchronises the gradients, so it must have some: of the last column, the mini-batch that
-        # is known to be trainable.
-        column = replays[-1][0]
-        last = replays.pop(len(replays) - len(column.plan) + column.trainable)
-        error = None
-        try:
-            with self._progress(len(replays), "Replay") as progress:
-                column, index, cotangent = last
-                for _ in range(padding):
-                    self._replay_mini_batch(column, index, torch.zeros_like(cotangent), grad_output)
-                for column, index, cotangent in replays:
-                    self._replay_mini_batch(column, index, cotangent, grad_output)
-                    progress.update()
-        except Exception as caught:
-            error = caught
-        self._world.raise_together(error)
-        self._replay_mini_batch(*last, grad_output, last=True)
+        if trained := [column for column in columns if column.trainable is not None]:
+            # The last backward synchronises the gradients, so it must have some: of the last column, the mini-batch
+            # that is known to be trainable.
+            column = trained[-1]
+            replays.append(replays.pop(len(replays) - column.differentiated + column.trainable))
+        with self._progress(len(replays), "Replay") as progress:
+            replay_mini_batches(replays, grad_output, engine=self._engine, world=self._world, progress=progress)
 
-    def _replay_mini_batch(
-        self,
-        column: Column,
-        index: int,
-        cotangent: Tensor,
-        grad_output: Tensor,
-        last: bool = False,
-    ) -> None:
+    def _embed_again(self, column: Column, index: int, cotangent: Tensor, last: bool) -> list[tuple[Tensor, Tensor]]:
         rows = column.plan[index]
         embeddings = column.kept.pop(index, None)
         if embeddings is None:
             features = column.rows.take(rows)
             with column.random_states[index] or nullcontext(), self._autocast.restore():
                 embeddings = self._extract(self._engine.replay(features, last=last))
-        # Where only some rows reach a trainable parameter, a mini-batch may have none of them.
-        if embeddings.requires_grad:
-            injected = surrogate(embeddings, cotangent[rows.to(cotangent.device)], grad_output)
-            self._engine.backward(injected, last=last)
+        return [(embeddings, cotangent[rows.to(cotangent.device)])]
 
     def _progress(self, total: int, description: str) -> tqdm:
         return tqdm(total=total, desc=f"{description} mini-batches", disable=not self._show_progress_bar, leave=False)

@@ -7,9 +7,16 @@ the padding vanish. The plan is made once, before any forward; the features retu
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+# Most rows that a token budget puts into one mini-batch. A budget counts tokens, but very short rows cost more than
+# theirs: attention kernels work in tiles of 64 and more positions per row and head, and pooling, masks and outputs are
+# per row. At 1024 rows a launch is long amortised, so nothing is lost. It does not depend on mini_batch_size, which ST
+# ignores under a budget, too.
+MOST_ROWS_WITHIN_BUDGET = 1024
 
 
 def plan_mini_batches(
@@ -19,18 +26,23 @@ def plan_mini_batches(
     mini_batch_size: int,
     mini_batch_num_tokens: int | None = None,
     sort_by_length: bool = True,
+    is_padded: bool = True,
+    patches: Sequence[int] | None = None,
 ) -> list[Tensor]:
     """Partition rows 0..count-1 into mini-batches.
 
     Args:
         count: number of rows.
-        lengths: computed width of every row (its last active position + 1), or None if the rows have no length or
-            must stay in order.
+        lengths: tokens computed for every row, or None if the rows have none.
         mini_batch_size: most rows in a mini-batch. With a token budget it is ignored, as in sentence-transformers.
-        mini_batch_num_tokens: token budget of a mini-batch, counted as what is computed: rows x longest row. A row
-            longer than the budget forms its own mini-batch.
+        mini_batch_num_tokens: token budget of a mini-batch, counted as what is computed: rows x longest row on padded
+            inputs, the sum of the rows on flattened ones, and the visual patches in either. At most
+            :data:`MOST_ROWS_WITHIN_BUDGET` rows; a row beyond the budget forms its own mini-batch.
         sort_by_length: longest rows first (so that the costliest mini-batch shows at once whether it fits); rows of
-            equal length keep their order. Without it, or without ``lengths``, rows stay in order.
+            equal length keep their order. Without it, or without ``lengths``, rows stay in order. So do flattened
+            ones: they have no padding to save, and in order their mini-batches are of like size.
+        is_padded: whether a mini-batch is as wide as its longest row.
+        patches: visual patches of every row, which are computed beside its tokens.
 
     Returns:
         int64 row indices, one tensor [n] per mini-batch; every row exactly once.
@@ -43,23 +55,63 @@ def plan_mini_batches(
             f"mini_batch_num_tokens={mini_batch_num_tokens} needs the length of every row, and these inputs have none "
             "(no attention mask over rows x tokens was found). Use mini_batch_size instead."
         )
-    if lengths is not None and sort_by_length:
+    if lengths is not None and sort_by_length and is_padded:
         order = torch.tensor(lengths).argsort(descending=True, stable=True)
     else:
         order = torch.arange(count)
     if mini_batch_num_tokens is None or lengths is None:
         return list(order.split(mini_batch_size))
-    return list(order.split(_sizes_within_budget([lengths[row] for row in order.tolist()], mini_batch_num_tokens)))
+    rows = order.tolist()
+    widths = [lengths[row] for row in rows] if is_padded else [0] * count
+    own = [0] * count if is_padded else [lengths[row] for row in rows]
+    if patches is not None:
+        own = [tokens + patches[row] for tokens, row in zip(own, rows, strict=True)]
+    return list(order.split(_sizes_within_budget(widths, own, mini_batch_num_tokens)))
 
 
-def _sizes_within_budget(lengths: Sequence[int], budget: int) -> list[int]:
-    """Greedy runs of consecutive rows with (rows x longest) <= budget, and at least one row each."""
+def plan_selected_first(
+    count: int,
+    lengths: Sequence[int] | None,
+    selected: Tensor | None,
+    *,
+    patches: Sequence[int] | None = None,
+    **settings: Any,
+) -> tuple[list[Tensor], int]:
+    """Mini-batches that are wholly of selected rows or wholly of others.
+
+    Args:
+        count: number of rows.
+        lengths: tokens computed for every row, or None.
+        selected: int64 [b] ascending rows, or None for all.
+        patches: visual patches of every row, or None.
+        settings: of :func:`plan_mini_batches`.
+
+    Returns:
+        The plan, selected rows first, and how many of its mini-batches hold them.
+    """
+    if selected is None or len(selected) == count:
+        plan = plan_mini_batches(count, lengths, patches=patches, **settings)
+        return plan, len(plan)
+    is_selected = torch.zeros(count, dtype=torch.bool).index_fill_(0, selected, True)
+    plans = []
+    for group in (selected, (~is_selected).nonzero().flatten()):
+        rows = group.tolist()
+        of_group = {
+            name: None if values is None else [values[row] for row in rows]
+            for name, values in (("lengths", lengths), ("patches", patches))
+        }
+        plans.append([group[mini_batch] for mini_batch in plan_mini_batches(len(rows), **of_group, **settings)])
+    return plans[0] + plans[1], len(plans[0])
+
+
+def _sizes_within_budget(widths: Sequence[int], own: Sequence[int], budget: int) -> list[int]:
+    """Greedy runs of consecutive rows with (rows x widest + sum of own) <= budget, and at least one row each."""
     sizes: list[int] = []
-    size, longest = 0, 0
-    for length in lengths:
-        longest = max(longest, length)
-        if size and (size + 1) * longest > budget:
+    size, widest, total = 0, 0, 0
+    for width, cost in zip(widths, own, strict=True):
+        widest, total = max(widest, width), total + cost
+        if size and ((size + 1) * widest + total > budget or size == MOST_ROWS_WITHIN_BUDGET):
             sizes.append(size)
-            size, longest = 0, length
+            size, widest, total = 0, width, cost
         size += 1
     return [*sizes, size] if size else sizes

@@ -20,6 +20,7 @@ from sentence_transformers.sentence_transformer.losses import MatryoshkaLoss
 from sentence_transformers.sentence_transformer.modules import StaticEmbedding
 from torch import Tensor, nn
 
+from st_cached_extras.objectives.base import ObjectiveResult
 from st_cached_extras.replay.loss import ReplayLoss
 from st_cached_extras.testing.tiny_models import (
     copy_columns,
@@ -171,7 +172,7 @@ class LossCheckCase(ABC):
         loss.backward()
         replayed = seen[len(collected) :]
         assert len(replayed) == len(collected) == 3 * self.num_columns
-        assert all(torch.equal(first, second) for first, second in zip(collected, replayed, strict=True))
+        assert all(any(torch.equal(first, second) for second in replayed) for first in collected)
         assert torch.equal(torch.get_rng_state(), before), "the replay leaves the global random state alone"
 
     def test_dropout_gradients_are_those_of_the_masks_that_the_first_pass_drew(self):
@@ -252,15 +253,18 @@ class LossCheckCase(ABC):
     def test_float16_cotangents_survive_under_a_loss_scale(self):
         model, columns = _double_case(6, self.num_columns)
         _, expected = self.step(self.make_plain_loss(model), columns)
-        model = _RoundedTo(torch.float16, model)
-        loss = self.make_loss(model, mini_batch_size=2)
-        tiny = 2.0**-20  # alone, these cotangents underflow in float16
-        _, found = self.step(loss, columns, scale=tiny)
-        assert all(g.isfinite().all() for g in found.values())
-        value = loss(copy_columns(columns), self._labels(6))
-        loss.zero_grad()
-        (value * tiny * 2.0**20).backward()
-        assert relative_error(_of_model(gradients(loss)), _of_model(expected)) <= 1e-2
+        loss = self.make_loss(_RoundedTo(torch.float16, model), mini_batch_size=2)
+        tiny = 2.0**-24  # times a cotangent: nothing, in float16
+        compute = loss.objective.value_and_cotangents
+
+        def shrunk(*args: Any, **kwargs: Any) -> ObjectiveResult:
+            result = compute(*args, **kwargs)
+            cotangents = {name: tiny * cotangent for name, cotangent in result.cotangents.items()}
+            return ObjectiveResult(result.loss, cotangents, result.parameter_cotangents)
+
+        loss.objective.value_and_cotangents = shrunk
+        _, found = self.step(loss, columns, scale=1 / tiny)
+        assert relative_error(_of_model(found), _of_model(expected)) <= 1e-2
 
     def test_an_overflowing_step_is_skipped_by_the_gradient_scaler(self):
         model = tiny_text_model()
@@ -316,6 +320,29 @@ class LossCheckCase(ABC):
         self.step(self.make_loss(model, mini_batch_size=2), columns)
         assert len(calls["video"]) == 3
         assert len(calls["text"]) == 2 * 3 * (self.num_columns - 1)
+
+    def test_a_column_that_the_model_embeds_without_a_graph_does_not_stop_the_others(self):
+        model, columns = _double_case(5, self.num_columns)
+        plain = self.make_plain_loss(copy.deepcopy(model))
+        detached = [plain.model(column)["sentence_embedding"] for column in copy_columns(columns)]
+        detached[-1] = detached[-1].detach()
+        plain.compute_loss_from_embeddings(detached, self._labels(5)).backward()
+        model = _WithoutGraph(model)
+        columns[-1]["without_graph"] = "yes"
+        _, found = self.step(self.make_loss(model, mini_batch_size=2), columns)
+        assert relative_error(_of_model(found), _of_model(gradients(plain))) <= FLOAT64_TOLERANCE
+
+    def test_inputs_that_the_model_overwrites_are_replayed_as_they_were(self):
+        model = tiny_two_tower_model()
+        columns = [*text_columns(model, 5, self.num_columns - 1), model.preprocess(random_clips(5))]
+        model[0].sub_modules["video"].insert(0, _OverwritesPixels())
+        before = copy_columns(columns)
+        plain = copy.deepcopy(model)
+        _, expected = self.step(self.make_plain_loss(plain), columns)
+        loss = self.make_loss(model, mini_batch_size=2)
+        loss(columns, self._labels(5)).backward()
+        assert relative_error(_of_model(gradients(loss)), _of_model(expected)) <= FLOAT32_TOLERANCE
+        assert torch.equal(columns[-1]["pixel_values"], before[-1]["pixel_values"])
 
     def test_rows_without_a_trainable_part_do_not_freeze_the_rest_of_their_column(self):
         model = tiny_text_model()
@@ -474,6 +501,23 @@ class _AdapterForOddRows(nn.Module):
         odd = features["input_ids"][:, 1] % 2 == 1
         if odd.any():
             features["sentence_embedding"] = torch.where(odd[:, None], self.linear(embeddings), embeddings)
+        return features
+
+
+class _WithoutGraph(SentenceTransformer):
+    """A model that embeds some inputs without a graph, although all its parameters are trainable."""
+
+    def __init__(self, model: SentenceTransformer) -> None:
+        super().__init__(modules=list(model), device="cpu")
+
+    def forward(self, features: dict, **kwargs: Any) -> dict:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and features.pop("without_graph", None) is None):
+            return super().forward(features, **kwargs)
+
+
+class _OverwritesPixels(nn.Module):
+    def forward(self, features: dict, **kwargs: Any) -> dict:
+        features["pixel_values"].mul_(2.0).add_(0.1)
         return features
 
 

@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 
 import torch
 from sentence_transformers import SentenceTransformer
@@ -25,12 +22,12 @@ from sentence_transformers.sentence_transformer.losses import CachedMultipleNega
 from torch import Tensor, nn
 
 from st_cached_extras.objectives import InfoNCE
+from tests.benchmarks.measure import MIB, header, peak_resident, reset_peak, resident, restart_with_sleeping_threads
 
 ST_MINI_BATCHES = (32, 256, 1024)
 PRODUCT_CHUNKS = (128, 256, 512)
 LOSSES = (3.0, 1.0, 1e-1, 1e-2, 1e-3, 1e-5, 1e-7, 1e-9)
 HALF_LOSSES = (3.6, 1.0, 0.02)
-MIB = 2**20
 
 
 class Embedder(nn.Module):
@@ -105,9 +102,9 @@ def cpu_seconds(sides: dict[str, Callable[[], Callable[[], None]]], repeats: int
 def time_table(arguments: argparse.Namespace) -> None:
     print("\n### CPU-seconds of the loss stage, value and gradients (medians)\n")
     columns = [f"ST {size}" for size in ST_MINI_BATCHES] + [f"products {chunk}" for chunk in PRODUCT_CHUNKS]
-    header = ["B", "InfoNCE", *columns, "× ST 32", "× ST best", "of products"]
-    print_row(header)
-    print_row(["---"] * len(header))
+    head = ["B", "InfoNCE", *columns, "× ST 32", "× ST best", "of products"]
+    print_row(head)
+    print_row(["---"] * len(head))
     for batch_size in arguments.batch_sizes:
         features = make_pairs(batch_size, arguments.dim, noise=2.0)
         objective = InfoNCE(chunk_size=arguments.chunk_size)
@@ -190,29 +187,15 @@ def error_table(arguments: argparse.Namespace) -> None:
 # Memory
 
 
-def memory_of_process(field: str) -> int:
-    """Bytes of this process: in memory now ("VmRSS") or at most since the last reset ("VmHWM").
-
-    Not ``ru_maxrss``: a process inherits that from whoever started it.
-    """
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith(field))
-
-
-def reset_peak_memory() -> None:
-    with open("/proc/self/clear_refs", "w") as clear_refs:
-        clear_refs.write("5")
-
-
 def measure_memory(arguments: argparse.Namespace) -> None:
     """In a fresh process: growth of the peak over one step, as JSON."""
     objective = InfoNCE(chunk_size=arguments.chunk_size)
     objective.value_and_cotangents(make_pairs(256, arguments.dim, noise=2.0))
     features = make_pairs(arguments.memory_of, arguments.dim, noise=2.0)
-    reset_peak_memory()
-    before = memory_of_process("VmRSS")
+    reset_peak()
+    before = resident()
     cotangents = objective.value_and_cotangents(features).cotangents
-    peak = memory_of_process("VmHWM")
+    peak = peak_resident()
     kept = sum(x.numel() * 4 for x in cotangents.values()) * 2  # the normalised copy and the cotangents
     print(json.dumps({"growth": (peak - before) / MIB, "beyond": (peak - before - kept) / MIB}))
 
@@ -235,30 +218,14 @@ def print_row(cells: list) -> None:
     print("| " + " | ".join(str(cell) for cell in cells) + " |", flush=True)
 
 
-def describe_machine(arguments: argparse.Namespace) -> None:
-    with open("/proc/cpuinfo") as cpuinfo:
-        lines = [line.split(":", 1)[1].strip() for line in cpuinfo if line.startswith("model name")]
-    print(f"machine: {lines[0] if lines else platform.processor()}, {len(lines)} cores, {arguments.threads} threads")
-    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "sentence-transformers"))
-    print(f"versions: Python {platform.python_version()}, {packages}")
-    print(f"command: python -m tests.benchmarks.loss_stage {' '.join(sys.argv[1:])}")
-
-
-def wait_passively() -> None:
-    """Start over with OpenMP threads that sleep when they wait: spinning would count as CPU time of whoever waits."""
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ["OMP_WAIT_POLICY"] = "passive"
-        os.execv(sys.executable, [sys.executable, "-m", "tests.benchmarks.loss_stage", *sys.argv[1:]])
-
-
 def main() -> None:
-    wait_passively()
+    restart_with_sleeping_threads()
     arguments = parse_arguments()
     torch.set_num_threads(arguments.threads)
     if arguments.memory_of is not None:
         measure_memory(arguments)
         return
-    describe_machine(arguments)
+    print(header())
     tables = {"time": time_table, "error": error_table, "memory": memory_table}
     for name in arguments.tables:
         tables[name](arguments)

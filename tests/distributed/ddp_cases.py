@@ -82,6 +82,9 @@ CASES: dict[str, Case] = {
     "static graph": Case(rows=UNEVEN, accumulation=2, ddp={"static_graph": True}),
     "no search for unused": Case(rows=UNEVEN, towers="both", ddp={}),
     "static graph, two towers": Case(rows=UNEVEN, towers="both", ddp={"static_graph": True}),
+    "static graph with a search": Case(
+        rows=UNEVEN, towers="both", ddp={"static_graph": True, "find_unused_parameters": True}
+    ),
     "two towers": Case(rows=UNEVEN, towers="both", accumulation=2),
     "frozen tower last": Case(rows=UNEVEN, towers="frozen"),
     "bucket views": Case(rows=UNEVEN, ddp={"find_unused_parameters": True, "gradient_as_bucket_view": True}),
@@ -347,6 +350,53 @@ def local_evaluation_on_one_rank() -> float | None:
         return None
     with torch.no_grad():
         return float(loss(make_columns(CASES["even"], model, [0], 0), None))
+
+
+def two_losses_in_one_step() -> tuple[float, float, float, float]:
+    """Gradients of two learned scales whose losses share an accumulated step, and those of one process."""
+    case = CASES["learnable scale"]
+    rank, ranks = dist.get_rank(), list(range(dist.get_world_size()))
+    model = make_model(case)
+    wrapped = DistributedDataParallel(model, **case.ddp)
+    losses = [make_cached_loss(case, model) for _ in range(2)]
+    for loss in losses:
+        loss.model = wrapped
+    with wrapped.no_sync():
+        losses[0](make_columns(case, model, [rank], 0), None).backward()
+    losses[1](make_columns(case, model, [rank], 1), None).backward()
+    truths = []
+    for batch in range(2):
+        truth = WithScale(model := make_model(case))
+        truth(make_columns(case, model, ranks, batch), None).backward()
+        truths.append(float(truth.log_scale.grad))
+    return (*(float(loss.objective.log_scale.grad) for loss in losses), *truths)
+
+
+def errors_between_collecting_and_replaying() -> list[str]:
+    """What each rank hears when one rank fails where no mini-batch is run."""
+    rank, messages = dist.get_rank(), []
+    case = CASES["even"]
+    for broken in ("iterator", "to_features", "to_targets", "no trainable row"):
+        model = make_model(case)
+        loss = CachedInfoNCELoss(model, mini_batch_size=3, gather_across_devices=True)
+        loss.model = DistributedDataParallel(model, find_unused_parameters=True)
+        columns: Any = make_columns(case, model, [rank], 0)
+
+        def fail(*args: Any, broken: str = broken) -> Any:
+            raise KeyError(f"no {broken} here")
+
+        if rank == 1 and broken == "iterator":
+            columns = (fail() for _ in range(2))
+        elif rank == 1 and broken == "no trainable row":
+            model.requires_grad_(False)
+        elif rank == 1:
+            setattr(loss, broken, fail)
+        try:
+            loss(columns, None).backward()
+            messages.append("no error")
+        except RuntimeError as error:
+            messages.append(f"{type(error).__name__}: {error}")
+    return messages
 
 
 def count_operations() -> tuple[int, float]:

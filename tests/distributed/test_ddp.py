@@ -73,3 +73,15 @@ def test_a_learned_scale_is_the_same_on_all_ranks_and_in_one_process():
     assert first == second
     assert first == pytest.approx(truth, rel=1e-5)
     assert abs(first[-1] - 20.0) > 0.1
+
+
+def test_two_losses_that_share_an_accumulated_step_each_average_their_own():
+    for first, second, *truths in run_on_ranks(ddp_cases.two_losses_in_one_step, 2):
+        assert [first, second] == pytest.approx(truths, rel=1e-4)
+
+
+def test_an_error_where_no_mini_batch_is_run_is_raised_on_all_too():
+    causes = ["no iterator here", "no to_features here", "no to_targets here", "No row of this rank"]
+    for messages in run_on_ranks(ddp_cases.errors_between_collecting_and_replaying, 2):
+        for message, cause in zip(messages, causes, strict=True):
+            assert "RankError" in message and "rank 1" in message and cause in message, messages

@@ -57,7 +57,7 @@ def test_without_the_mixin_the_scale_starts_anew_and_the_loss_says_so_once(tmp_p
     loss = learnable(model)
     with caplog.at_level(logging.WARNING, "st_cached_extras.replay.loss"):
         make_trainer(loss, model, tmp_path, SentenceTransformerTrainer).train()
-    messages = [record.message for record in caplog.records if "parameters of its own" in record.message]
+    messages = [record.message for record in caplog.records if "state of its own" in record.message]
     assert len(messages) == 1 and "log_scale" in messages[0] and "ReplayTrainerMixin" in messages[0]
     assert not (tmp_path / "checkpoint-3" / LOSS_STATE_FILE).exists()
 
@@ -68,7 +68,7 @@ def test_with_the_mixin_and_in_evaluation_nothing_is_said(tmp_path, caplog):
         with torch.no_grad():
             learnable(model)([model.preprocess(["w1", "w2"]), model.preprocess(["w3", "w4"])])
         make_trainer(learnable(model), model, tmp_path).train()
-    assert "parameters of its own" not in caplog.text
+    assert "state of its own" not in caplog.text
 
 
 def test_a_loss_without_state_writes_no_file(tmp_path):

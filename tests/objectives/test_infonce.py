@@ -439,3 +439,24 @@ def test_a_bad_similarity_says_what_was_found_expected_and_the_way_out(similarit
     with pytest.raises(ValueError) as caught:
         InfoNCE(similarity_fct=similarity_fct).value_and_cotangents(random_features(4, 3, 0, seed=8))
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_a_strong_penalty_does_not_overflow_float32():
+    anchor = torch.eye(3, 4) + 1
+    features = {"anchor": anchor, "positive": anchor.flip(0)}
+    options = dict(scale=20.0, hardness_mode="all_negatives", hardness_strength=100.0)
+    leaves = [feature.double().requires_grad_() for feature in features.values()]
+    truth = MultipleNegativesRankingLoss(None, **options).compute_loss_from_embeddings(leaves, None)
+    truth.backward()
+    result = InfoNCE(**options).value_and_cotangents(features)
+    assert result.loss.item() == pytest.approx(truth.item(), rel=1e-5)
+    for found, leaf in zip(result.cotangents.values(), leaves, strict=True):
+        assert torch.allclose(found.double(), leaf.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_a_parameter_that_the_loss_does_not_hold_is_refused():
+    weight = torch.nn.Parameter(torch.eye(4))
+    features = {name: torch.randn(3, 4) for name in ("anchor", "positive")}
+    objective = InfoNCE(similarity_fct=lambda a, b: (a @ weight) @ b.T)
+    with pytest.raises(ValueError, match=r"a parameter of shape \[4, 4\] that the loss does not hold"):
+        objective.value_and_cotangents(features)

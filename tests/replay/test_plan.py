@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from st_cached_extras.replay.plan import plan_mini_batches
+from st_cached_extras.replay.plan import MOST_ROWS_WITHIN_BUDGET, plan_mini_batches
 
 
 def random_case(seed):
@@ -59,3 +59,36 @@ def test_rows_without_lengths_stay_in_order():
 def test_a_token_budget_without_lengths_is_refused():
     with pytest.raises(ValueError, match="mini_batch_num_tokens=64 needs the length"):
         plan_mini_batches(5, None, mini_batch_size=2, mini_batch_num_tokens=64)
+
+
+def test_flattened_rows_keep_their_order_and_fill_the_budget_with_their_sum():
+    plan = plan_mini_batches(6, [3, 9, 3, 1, 9, 3], mini_batch_size=1, mini_batch_num_tokens=13, is_padded=False)
+    assert [rows.tolist() for rows in plan] == [[0, 1], [2, 3, 4], [5]]
+    plan = plan_mini_batches(5, [1, 2, 3, 4, 5], mini_batch_size=2, is_padded=False)
+    assert [rows.tolist() for rows in plan] == [[0, 1], [2, 3], [4]]
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("is_padded", [True, False])
+def test_visual_patches_count_beside_the_tokens(seed, is_padded):
+    count, lengths = random_case(seed)
+    patches = [random.Random(seed + row).choice([0, 0, 4, 40]) for row in range(count)]
+    plan = plan_mini_batches(
+        count, lengths, mini_batch_size=1, mini_batch_num_tokens=64, is_padded=is_padded, patches=patches
+    )
+
+    def cost(rows):
+        own = [lengths[row] for row in rows]
+        return (len(rows) * max(own) if is_padded else sum(own)) + sum(patches[row] for row in rows)
+
+    batches = [rows.tolist() for rows in plan]
+    assert sorted(row for rows in batches for row in rows) == list(range(count))
+    assert all(cost(rows) <= 64 or len(rows) == 1 for rows in batches)
+    assert all(cost([*rows, after[0]]) > 64 for rows, after in pairwise(batches))
+
+
+@pytest.mark.parametrize("is_padded", [True, False])
+def test_a_budget_never_puts_thousands_of_short_rows_together(is_padded):
+    count = 2 * MOST_ROWS_WITHIN_BUDGET + 1
+    plan = plan_mini_batches(count, [1] * count, mini_batch_size=2, mini_batch_num_tokens=10**6, is_padded=is_padded)
+    assert [len(rows) for rows in plan] == [MOST_ROWS_WITHIN_BUDGET] * 2 + [1]

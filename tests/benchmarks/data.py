@@ -1,0 +1,138 @@
+"""Texts of real lengths, and a model of MiniLM's architecture, for the benchmarks. No download.
+
+Pairs come from the installed packages (name of a class or function → first paragraph of its docstring), from a
+parquet file with two text columns, or from WordNet as Debian's package ``wordnet-base`` ships it (term → definition).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import random
+import re
+import sysconfig
+import tempfile
+import warnings
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+Pairs = list[tuple[str, str]]
+SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+PACKAGES = ("sentence_transformers", "datasets", "accelerate", "sklearn", "scipy", "numpy", "torch", "transformers")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where the texts come from."""
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--pairs", type=Path, default=None, help="a parquet file whose first two columns are text")
+    group.add_argument("--wordnet", type=Path, default=None, help="folder of WordNet's data.noun and its siblings")
+
+
+def load_pairs(arguments: argparse.Namespace, count: int, seed: int = 0) -> Pairs:
+    """The first ``count`` distinct pairs after shuffling."""
+    if arguments.pairs is not None:
+        pairs = list(parquet_pairs(arguments.pairs))
+    elif arguments.wordnet is not None:
+        pairs = list(wordnet_pairs(arguments.wordnet))
+    else:
+        pairs = list(islice(docstring_pairs(), 2 * count))  # parsing every package takes minutes
+    pairs = list(dict.fromkeys(pairs))
+    if len(pairs) < count:
+        raise ValueError(f"Found {len(pairs)} pairs of text, and the benchmark needs {count}: use a smaller batch.")
+    random.Random(seed).shuffle(pairs)
+    return pairs[:count]
+
+
+def docstring_pairs(packages: tuple[str, ...] = PACKAGES) -> Iterator[tuple[str, str]]:
+    """(name in words, first paragraph of the docstring) of what the installed packages define."""
+    site_packages = Path(sysconfig.get_paths()["purelib"])
+    files = [file for package in packages for file in sorted((site_packages / package).rglob("*.py"))]
+    for file in tqdm(files, desc="Read docstrings", leave=False):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                tree = ast.parse(file.read_text(encoding="utf-8"))
+            except (SyntaxError, UnicodeDecodeError):
+                continue
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and (docstring := ast.get_docstring(node)):
+                name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|_+", " ", node.name).strip().lower()
+                paragraph = " ".join(docstring.split("\n\n")[0].split())
+                if name and len(paragraph.split()) > 2:
+                    yield name, paragraph
+
+
+def parquet_pairs(file: Path) -> Iterator[tuple[str, str]]:
+    """The first two columns of a parquet file."""
+    from datasets import Dataset
+
+    rows = Dataset.from_parquet(str(file))
+    first, second = rows.column_names[:2]
+    yield from zip(rows[first], rows[second], strict=True)
+
+
+def wordnet_pairs(folder: Path) -> Iterator[tuple[str, str]]:
+    """(first term, definition) of every synset in WordNet's ``data.*`` files."""
+    for part in ("noun", "verb", "adj", "adv"):
+        for line in (folder / f"data.{part}").read_text(encoding="latin-1").splitlines():
+            if line.startswith("  "):
+                continue  # the licence
+            entry, _, gloss = line.partition(" | ")
+            term = entry.split()[4].replace("_", " ").removesuffix("(a)").removesuffix("(p)").removesuffix("(ip)")
+            definition = gloss.split('; "')[0].strip()
+            if definition:
+                yield term, definition
+
+
+def minilm(
+    pairs: Pairs, layers: int = 6, hidden: int = 384, dropout: float = 0.0, max_length: int = 128
+) -> SentenceTransformer:
+    """all-MiniLM-L6's architecture with random weights and a WordPiece vocabulary of these texts."""
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    trainer = trainers.WordPieceTrainer(vocab_size=30522, special_tokens=SPECIAL_TOKENS, show_progress=False)
+    tokenizer.train_from_iterator((text for pair in pairs for text in pair), trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        model_max_length=max_length,
+    )
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=30522,  # the architecture's, whatever the texts fill of it
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=12,
+        intermediate_size=4 * hidden,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        fast.save_pretrained(folder)
+        save_file(BertModel(config).state_dict(), Path(folder) / "model.safetensors", metadata={"format": "pt"})
+        transformer = Transformer(folder)
+    return SentenceTransformer(modules=[transformer, Pooling(hidden, "mean")], device="cpu").train()
+
+
+def columns_of(model: SentenceTransformer, pairs: Pairs) -> list[dict[str, Tensor]]:
+    """The two columns, preprocessed as the Trainer's collator does."""
+    return [model.preprocess([pair[column] for pair in pairs]) for column in (0, 1)]
