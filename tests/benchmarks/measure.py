@@ -31,14 +31,16 @@ def header() -> str:
     )
 
 
-def time_in_turn(sides: dict[str, Callable[[], object]], repeats: int) -> dict[str, tuple[float, float]]:
-    """Median CPU-seconds of the process and median wall seconds of each side, after one call that is not counted."""
+def time_in_turn(
+    sides: dict[str, Callable[[], object]], repeats: int, warm_ups: int = 1
+) -> dict[str, tuple[float, float]]:
+    """Median CPU-seconds of the process and median wall seconds of each side, after calls that are not counted."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
-    for repeat in range(repeats + 1):
+    for repeat in range(repeats + warm_ups):
         for name, side in sides.items():
             cpu, wall = time.process_time(), time.perf_counter()
             side()
-            if repeat:
+            if repeat >= warm_ups:
                 times[name].append((time.process_time() - cpu, time.perf_counter() - wall))
             print(".", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)

@@ -1,14 +1,19 @@
 """A whole training step, forward and backward: ours, sentence-transformers' cached loss and its plain one.
 
-    python -m tests.benchmarks.step --batch_size 2048 --mini_batch_size 32 --threads 2 --wordnet /usr/share/wordnet
+    python -m tests.benchmarks.step --batch_size 2048 --mini_batch_sizes 32 64 --wordnet /usr/share/wordnet
+    python -m tests.benchmarks.step --batch_size 512 --plain --wordnet /usr/share/wordnet
+    python -m tests.benchmarks.step --batch_size 256 --plain --equal_lengths --kept_graphs .5 .75 1
+    python -m tests.benchmarks.step --batch_size 64 --mini_batch_sizes 8 --video
 
 Prints CPU-seconds of the process and wall seconds as a Markdown table, medians of sides that take turns in one run.
-``--equal_lengths`` gives every row the same length, where there is nothing to sort and caching costs a forward.
+``--equal_lengths`` gives every row the same length, where there is nothing to sort and caching costs a forward;
+``--video`` takes clips of 4 to 32 frames and a tiny Qwen2-VL.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 from collections.abc import Callable
 
 import torch
@@ -20,51 +25,81 @@ from sentence_transformers.sentence_transformer.losses import (
 from torch import Tensor, nn
 
 from st_cached_extras import CachedInfoNCELoss
+from st_cached_extras.testing.tiny_models import random_sentences
+from st_cached_extras.testing.tiny_vlms import clip, message, tiny_qwen2_vl
 from tests.benchmarks.data import add_arguments, columns_of, load_pairs, minilm
 from tests.benchmarks.measure import header, restart_with_sleeping_threads, table, time_in_turn
 
-WORDS_OF_EQUAL_LENGTH = 24
+TOKENS_OF_EQUAL_LENGTH = 24
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch_size", type=int, default=512)
-    parser.add_argument("--mini_batch_size", type=int, default=32)
-    parser.add_argument("--st_mini_batch_sizes", type=int, nargs="*", default=[], help="further ones for ST alone")
-    parser.add_argument("--num_tokens", type=int, default=None, help="token budget; default: mini-batch x mean length")
+    parser.add_argument("--mini_batch_sizes", type=int, nargs="+", default=[32])
     parser.add_argument("--plain", action="store_true", help="also the plain loss, which holds the whole batch")
+    parser.add_argument("--unsorted", action="store_true", help="also ours without sorting")
     parser.add_argument("--equal_lengths", action="store_true")
     parser.add_argument("--kept_graphs", type=float, nargs="*", default=[], help="shares to try")
+    parser.add_argument("--video", action="store_true")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--warm_ups", type=int, default=1)
     parser.add_argument("--layers", type=int, default=6)
     add_arguments(parser)
     return parser.parse_args()
 
 
-def make_sides(
-    arguments: argparse.Namespace, model: SentenceTransformer, columns: list[dict[str, Tensor]]
-) -> dict[str, Callable[[], object]]:
-    """One step of each loss, by name."""
-    size = arguments.mini_batch_size
-    active = sum(int(column["attention_mask"].sum()) for column in columns)
-    budget = arguments.num_tokens or size * active // (2 * arguments.batch_size)
-    ours = {"ours": CachedInfoNCELoss(model, mini_batch_size=size)}
-    if not arguments.equal_lengths:
-        ours[f"ours, {budget} tokens"] = CachedInfoNCELoss(model, mini_batch_size=size, mini_batch_num_tokens=budget)
-        ours["ours, unsorted"] = CachedInfoNCELoss(model, mini_batch_size=size, sort_by_length=False)
-    for share in arguments.kept_graphs:
-        ours[f"ours, kept {share:g}"] = CachedInfoNCELoss(model, mini_batch_size=size, kept_graphs=share)
-    theirs: dict[str, nn.Module] = {
-        f"ST cached {n}": CachedMultipleNegativesRankingLoss(model, mini_batch_size=n)
-        for n in dict.fromkeys([size, *arguments.st_mini_batch_sizes])
-    }
-    if not arguments.equal_lengths:
-        theirs[f"ST cached, {budget} tokens"] = CachedMultipleNegativesRankingLoss(
-            model, mini_batch_size=size, mini_batch_num_tokens=budget
-        )
+def text_inputs(arguments: argparse.Namespace) -> tuple[SentenceTransformer, list[dict[str, Tensor]]]:
+    """MiniLM's architecture, and pairs of text of their own lengths or all of one."""
+    pairs = load_pairs(arguments, arguments.batch_size)
+    if arguments.equal_lengths:
+        words = [word for pair in pairs for text in pair for word in text.split()]
+        generator = random.Random(0)
+        pairs = [tuple(" ".join(generator.choices(words, k=64)) for _ in pair) for pair in pairs]
+    model = minilm(pairs, arguments.layers, max_length=TOKENS_OF_EQUAL_LENGTH if arguments.equal_lengths else 128)
+    return model, columns_of(model, pairs)
+
+
+def video_inputs(arguments: argparse.Namespace) -> tuple[SentenceTransformer, list[dict[str, Tensor]]]:
+    """A tiny Qwen2-VL, captions, and clips of 4 to 32 frames, few of them long."""
+    model, generator = tiny_qwen2_vl(), random.Random(0)
+    frames = [2 * round(2 * 8 ** (generator.random() ** 2)) for _ in range(arguments.batch_size)]
+    captions = [message(text) for text in random_sentences(arguments.batch_size)]
+    clips = [message(clip(seed, count)) for seed, count in enumerate(frames)]
+    return model, [model.preprocess(captions), model.preprocess(clips)]
+
+
+def make_losses(arguments: argparse.Namespace, model: SentenceTransformer, mean_length: float) -> dict[str, nn.Module]:
+    """The losses by name."""
+    losses: dict[str, nn.Module] = {}
+    for size in arguments.mini_batch_sizes:
+        budget = int(size * mean_length)
+        losses[f"ours {size}"] = CachedInfoNCELoss(model, mini_batch_size=size)
+        losses[f"ST cached {size}"] = CachedMultipleNegativesRankingLoss(model, mini_batch_size=size)
+        if not arguments.equal_lengths and not arguments.video:
+            losses[f"ours, {budget} tokens"] = CachedInfoNCELoss(model, mini_batch_num_tokens=budget)
+            losses[f"ST cached, {budget} tokens"] = CachedMultipleNegativesRankingLoss(
+                model, mini_batch_num_tokens=budget
+            )
+        if arguments.unsorted:
+            losses[f"ours {size}, unsorted"] = CachedInfoNCELoss(model, mini_batch_size=size, sort_by_length=False)
+        for share in arguments.kept_graphs:
+            losses[f"ours {size}, kept {share:g}"] = CachedInfoNCELoss(model, mini_batch_size=size, kept_graphs=share)
     if arguments.plain:
-        theirs["ST plain"] = MultipleNegativesRankingLoss(model)
+        losses["ST plain"] = MultipleNegativesRankingLoss(model)
+    return losses
+
+
+def main() -> None:
+    restart_with_sleeping_threads()
+    arguments = parse_arguments()
+    torch.set_num_threads(arguments.threads)
+    model, columns = video_inputs(arguments) if arguments.video else text_inputs(arguments)
+    print(header())
+    lengths = [column["attention_mask"].sum(1).float() for column in columns]
+    described = "; ".join(f"{x.mean():.1f} on average, {int(x.max())} at most" for x in lengths)
+    print(f"B = {arguments.batch_size}; tokens a row, by column: {described}\n")
 
     def step_of(loss: nn.Module) -> Callable[[], None]:
         def step() -> None:
@@ -73,36 +108,22 @@ def make_sides(
 
         return step
 
-    return {name: step_of(loss) for name, loss in {**ours, **theirs}.items()}
-
-
-def main() -> None:
-    restart_with_sleeping_threads()
-    arguments = parse_arguments()
-    torch.set_num_threads(arguments.threads)
-    pairs = load_pairs(arguments, arguments.batch_size)
-    if arguments.equal_lengths:
-        words = [word for pair in pairs for text in pair for word in text.split()]
-        texts = iter(" ".join(words[i % len(words)] for i in range(k, k + 64)) for k in range(10**9))
-        pairs = [(next(texts), next(texts)) for _ in pairs]
-    model = minilm(pairs, arguments.layers, max_length=WORDS_OF_EQUAL_LENGTH if arguments.equal_lengths else 128)
-    columns = columns_of(model, pairs)
-    lengths = [column["attention_mask"].sum(1).float() for column in columns]
-    print(header())
-    print(
-        f"B = {arguments.batch_size}, {arguments.layers} layers; tokens a row: "
-        + "; ".join(f"{x.mean():.1f} on average, {int(x.max())} at most" for x in lengths)
-        + "\n"
+    losses = make_losses(arguments, model, float(torch.cat(lengths).mean()))
+    times = time_in_turn({name: step_of(loss) for name, loss in losses.items()}, arguments.repeats, arguments.warm_ups)
+    head, rows = (
+        ["step", "CPU-s", "wall s"],
+        [[name, f"{cpu:.2f}", f"{wall:.2f}"] for name, (cpu, wall) in times.items()],
     )
-    sides = make_sides(arguments, model, columns)
-    times = time_in_turn(sides, arguments.repeats)
-    first = times["ours"][0]
-    best = min(times[name][0] for name in times if name.startswith("ST cached"))
-    rows = [
-        [name, f"{cpu:.2f}", f"{wall:.2f}", f"{cpu / first:.2f}", f"{cpu / best:.2f}"]
-        for name, (cpu, wall) in times.items()
-    ]
-    print(table(["step", "CPU-s", "wall s", "x ours", "x best ST cached"], rows))
+    best = {
+        f"of {kind}": min(cpu for name, (cpu, _) in times.items() if name.startswith(kind))
+        for kind in ("ST plain", "ST cached")
+        if any(name.startswith(kind) for name in times)
+    }
+    for kind, seconds in best.items():
+        head.append(kind if kind == "of ST plain" else "of ST cached at its best")
+        for row, (cpu, _) in zip(rows, times.values(), strict=True):
+            row.append(f"{cpu / seconds:.2f}")
+    print(table(head, rows))
 
 
 if __name__ == "__main__":
