@@ -8,6 +8,7 @@ of a step does in addition.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -44,6 +45,10 @@ class Engine:
     def replay(self, features: Mapping[str, Any], *, last: bool) -> Mapping[str, Any]:
         """Run the model on one mini-batch that :meth:`backward` will differentiate; ``last`` of its step."""
         return self.model(features)
+
+    def deferring(self, last: bool) -> AbstractContextManager[None]:
+        """For a forward that calls the wrapped model itself: its gradients are synchronised only if it is the last."""
+        return nullcontext()
 
     def backward(self, surrogate: Tensor, *, last: bool) -> None:
         """Differentiate the surrogate of one mini-batch; the last one of a step synchronises the gradients."""
@@ -89,6 +94,9 @@ class DDPEngine(Engine):
 
     def replay(self, features: Mapping[str, Any], *, last: bool) -> Mapping[str, Any]:
         return (self.model if last and self.synchronises else self.model.module)(features)
+
+    def deferring(self, last: bool) -> AbstractContextManager[None]:
+        return nullcontext() if last else self.model.no_sync()
 
     def backward(self, surrogate: Tensor, *, last: bool) -> None:
         if last and self.synchronises and (self.model.static_graph or not self.model.find_unused_parameters):
