@@ -13,16 +13,15 @@ from torch import nn
 from transformers import PretrainedConfig
 
 try:
-    from sentence_transformers.base.losses.gradcache import _create_minibatch as create_mini_batch
     from sentence_transformers.base.losses.gradcache import _get_batch_size as get_batch_size
 except ImportError as error:
     raise ImportError(
-        f"st-cached-extras uses two helpers of sentence-transformers that version {sentence_transformers.__version__} "
-        f"no longer has where 6.2 had them ({error}). Install a supported version: "
+        f"st-cached-extras uses a helper of sentence-transformers that version {sentence_transformers.__version__} "
+        f"no longer has where 6.2 had it ({error}). Install a supported version: "
         'pip install "sentence-transformers>=6.2,<7", or upgrade st-cached-extras.'
     ) from error
 
-__all__ = ["create_mini_batch", "dataset_fingerprint", "get_batch_size", "source_of", "uncompiled"]
+__all__ = ["dataset_fingerprint", "get_batch_size", "source_of", "uncompiled"]
 
 
 def uncompiled(model: nn.Module) -> Any:

@@ -15,17 +15,16 @@ PACKAGE = Path(st_cached_extras.__file__).parent
 
 
 def test_a_moved_helper_is_missed_with_a_message_that_says_what_to_do(monkeypatch):
-    monkeypatch.delattr(gradcache, "_create_minibatch")
-    with pytest.raises(ImportError, match=r"no longer has where 6.2 had them .*sentence-transformers>=6.2,<7"):
+    monkeypatch.delattr(gradcache, "_get_batch_size")
+    with pytest.raises(ImportError, match=r"no longer has where 6.2 had it .*sentence-transformers>=6.2,<7"):
         importlib.reload(_compat)
     monkeypatch.undo()
     importlib.reload(_compat)
 
 
-def test_the_helpers_slice_rows_and_count_them():
+def test_the_helper_counts_rows():
     features = {"input_ids": torch.arange(6).view(3, 2), "attention_mask": torch.ones(3, 2), "modality": "text"}
     assert _compat.get_batch_size(features) == 3
-    assert _compat.create_mini_batch(features, 1, 3)["input_ids"].tolist() == [[2, 3], [4, 5]]
 
 
 def test_a_compiled_model_is_unwrapped():

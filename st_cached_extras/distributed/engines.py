@@ -111,8 +111,19 @@ class DDPEngine(Engine):
 
 
 def engine_of(model: nn.Module) -> Engine:
-    """The engine that wraps ``model``."""
+    """The engine that wraps ``model``.
+
+    Raises:
+        ValueError: the model is sharded, by FSDP or DeepSpeed: replaying it needs an engine that is not there, and
+            without one gradients would be wrong.
+    """
     inner = uncompiled(model)
     if isinstance(inner, DistributedDataParallel):
         return DDPEngine(inner)
+    names = [parent.__name__ for parent in type(inner).__mro__]
+    if sharded := [name for name in names if name in ("DeepSpeedEngine", "FullyShardedDataParallel", "FSDPModule")]:
+        raise ValueError(
+            f"Cached losses do not replay models wrapped by {sharded[0]}: gradients would be wrong. Use "
+            "DistributedDataParallel, or one process."
+        )
     return Engine(model)

@@ -21,11 +21,11 @@ from st_cached_extras._compat import uncompiled
 from st_cached_extras.distributed.engines import Engine, engine_of
 from st_cached_extras.distributed.world import World
 from st_cached_extras.objectives.base import Objective, ObjectiveResult
+from st_cached_extras.replay.columns import Column, column_names, read_columns
 from st_cached_extras.replay.cotangents import attach_cotangents, inject
 from st_cached_extras.replay.media import media_tokens_of
-from st_cached_extras.replay.passes import Column, Passes
+from st_cached_extras.replay.passes import Passes
 from st_cached_extras.replay.plan import plan_selected_first
-from st_cached_extras.replay.rows import FeatureRows
 from st_cached_extras.replay.selection import check_differentiated, count_differentiated, draw_rows
 
 logger = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ class ReplayLoss(CachedLossMixin, nn.Module):
         Args:
             columns: one tensor [B, D] per input column. Whatever is computed from them here is differentiated.
         """
-        return dict(zip(_column_names(len(columns)), columns, strict=True))
+        return dict(zip(column_names(len(columns)), columns, strict=True))
 
     def to_targets(self, labels: Tensor | None) -> tuple[Tensor | None, Mapping[str, Tensor] | None]:
         """What the objective receives of the dataset's labels: (labels, reference). By default nothing, as in ST's
@@ -297,7 +297,9 @@ class ReplayLoss(CachedLossMixin, nn.Module):
         """The columns, each with its plan, and the selected rows, or None for all; an error is raised on all ranks."""
         columns, selected, error = [], None, None
         try:
-            rows = self._rows_of_columns(list(sentence_features))
+            rows = read_columns(
+                sentence_features, trim_left_padding=self.trim_left_padding, media_tokens=self._media_tokens
+            )
             count = next(iter(rows.values())).count
             if with_replay and self.differentiated_samples is not None:
                 selected = self.select_rows(count, world.rank)
@@ -328,20 +330,6 @@ class ReplayLoss(CachedLossMixin, nn.Module):
         """The rows of this rank's batch of ``count`` that are differentiated at this step: int64 [b], ascending."""
         drawn = count_differentiated(self.differentiated_samples, count)
         return draw_rows(count, drawn, seed=self.selection_seed, step=self.selection_step, rank=rank)
-
-    def _rows_of_columns(self, sentence_features: list[dict[str, Any]]) -> dict[str, FeatureRows]:
-        if not sentence_features:
-            raise ValueError(f"{type(self).__name__} got no input columns: the dataset has no column to embed.")
-        names = _column_names(len(sentence_features))
-        rows = {
-            name: FeatureRows(features, trim_left_padding=self.trim_left_padding, media_tokens=self._media_tokens)
-            for name, features in zip(names, sentence_features, strict=True)
-        }
-        counts = {name: column.count for name, column in rows.items()}
-        if len(set(counts.values())) > 1 or 0 in counts.values():
-            listed = ", ".join(f"{name}: {count}" for name, count in counts.items())
-            raise ValueError(f"Every input column must hold the same positive number of rows, got {listed}.")
-        return rows
 
     def replay_state(self) -> dict[str, Tensor]:
         """What a resumed run needs to draw the rows that an uninterrupted one would: the step of the selection."""
@@ -394,10 +382,6 @@ class ReplayLoss(CachedLossMixin, nn.Module):
     primaryClass={cs.LG}
 }
 """
-
-
-def _column_names(count: int) -> list[str]:
-    return ["anchor", "positive", *(f"negative_{index}" for index in range(1, count - 1))][:count]
 
 
 def _check_positive_integer(name: str, value: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,8 +19,8 @@ from tqdm.auto import tqdm
 
 from st_cached_extras.distributed.engines import Engine
 from st_cached_extras.distributed.world import World
+from st_cached_extras.replay.columns import Column
 from st_cached_extras.replay.loop import replay_mini_batches
-from st_cached_extras.replay.rows import FeatureRows
 
 
 class NonFiniteFeaturesError(ValueError):
@@ -52,31 +52,6 @@ class AutocastState:
             for kind, enabled, dtype in self.settings:
                 stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
             yield
-
-
-@dataclass
-class Column:
-    """One input column of one training step: its rows, its plan, and what its first pass left behind.
-
-    Attributes:
-        name: what the objective calls it.
-        rows: its inputs.
-        plan: int64 row indices [n], one tensor per mini-batch.
-        differentiated: how many of the mini-batches, the first ones, are replayed.
-        random_states: per mini-batch, the random state before its first pass; None where that drew no numbers.
-        kept: embeddings of the first pass that still have their graphs, by mini-batch.
-        embeddings: [B, D] in row order, in at least fp32.
-        trainable: a mini-batch in which a trainable parameter is known to have a part; None if there is none.
-    """
-
-    name: str
-    rows: FeatureRows
-    plan: list[Tensor]
-    differentiated: int
-    random_states: list[RandContext | None] = field(default_factory=list)
-    kept: dict[int, Tensor] = field(default_factory=dict)
-    embeddings: Tensor = field(default_factory=lambda: torch.empty(0))
-    trainable: int | None = None
 
 
 class Passes:

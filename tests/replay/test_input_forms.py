@@ -7,11 +7,11 @@ from functools import cache
 import pytest
 import torch
 from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.losses.gradcache import _create_minibatch as create_mini_batch
 from sentence_transformers.losses import CachedMultipleNegativesRankingLoss, MultipleNegativesRankingLoss
 from torch import Tensor, nn
 from transformers import DataCollatorWithFlattening
 
-from st_cached_extras._compat import create_mini_batch
 from st_cached_extras.losses import CachedInfoNCELoss
 from st_cached_extras.replay.axes import LayoutError
 from st_cached_extras.replay.media import media_tokens_of
