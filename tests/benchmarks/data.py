@@ -38,19 +38,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--wordnet", type=Path, default=None, help="folder of WordNet's data.noun and its siblings")
 
 
-def load_pairs(arguments: argparse.Namespace, count: int, seed: int = 0) -> Pairs:
-    """The first ``count`` distinct pairs after shuffling."""
+def load_pairs(arguments: argparse.Namespace, count: int, seed: int = 0) -> tuple[Pairs, Pairs]:
+    """The first ``count`` distinct pairs after shuffling, and all of them, for a vocabulary."""
     if arguments.pairs is not None:
         pairs = list(parquet_pairs(arguments.pairs))
     elif arguments.wordnet is not None:
         pairs = list(wordnet_pairs(arguments.wordnet))
     else:
-        pairs = list(islice(docstring_pairs(), 2 * count))  # parsing every package takes minutes
+        pairs = list(islice(docstring_pairs(), max(2 * count, 10_000)))  # parsing every package takes minutes
     pairs = list(dict.fromkeys(pairs))
     if len(pairs) < count:
         raise ValueError(f"Found {len(pairs)} pairs of text, and the benchmark needs {count}: use a smaller batch.")
     random.Random(seed).shuffle(pairs)
-    return pairs[:count]
+    return pairs[:count], pairs
 
 
 def docstring_pairs(packages: tuple[str, ...] = PACKAGES) -> Iterator[tuple[str, str]]:
@@ -95,15 +95,18 @@ def wordnet_pairs(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def minilm(
-    pairs: Pairs, layers: int = 6, hidden: int = 384, dropout: float = 0.0, max_length: int = 128
+    vocabulary: Pairs, layers: int = 6, hidden: int = 384, dropout: float = 0.0, max_length: int = 128
 ) -> SentenceTransformer:
-    """all-MiniLM-L6's architecture with random weights and a WordPiece vocabulary of these texts."""
+    """all-MiniLM-L6's architecture with random weights and a WordPiece vocabulary of these texts.
+
+    Of many texts, not of the batch alone: rare words must fall into pieces, as in practice.
+    """
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
     trainer = trainers.WordPieceTrainer(vocab_size=30522, special_tokens=SPECIAL_TOKENS, show_progress=False)
-    tokenizer.train_from_iterator((text for pair in pairs for text in pair), trainer)
+    tokenizer.train_from_iterator((text for pair in vocabulary for text in pair), trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )

@@ -39,8 +39,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def measure(arguments: argparse.Namespace) -> dict[str, float]:
     """Growth of the peak over one step, and the bytes of inputs and of what the step must hold, in MiB."""
-    pairs = load_pairs(arguments, max(arguments.batch_sizes))
-    model = minilm(pairs, arguments.layers, dropout=arguments.dropout)
+    pairs, vocabulary = load_pairs(arguments, max(arguments.batch_sizes))
+    model = minilm(vocabulary, arguments.layers, dropout=arguments.dropout)
     # The longest rows first, so that the largest mini-batch is the same for every batch size.
     pairs = sorted(pairs, key=lambda pair: -len(pair[0]) - len(pair[1]))[: arguments.of]
     loss = CachedInfoNCELoss(model, mini_batch_size=arguments.mini_batch_size, kept_graphs=arguments.kept_graphs)

@@ -103,9 +103,9 @@ def main() -> None:
     arguments = parse_arguments()
     torch.set_num_threads(arguments.threads)
     B = arguments.batch_size
-    pairs = load_pairs(arguments, 16 * B + arguments.held_out)
+    pairs, vocabulary = load_pairs(arguments, 16 * B + arguments.held_out)
     held_out, pairs = pairs[: arguments.held_out], pairs[arguments.held_out :]
-    model = minilm(pairs, arguments.layers)
+    model = minilm(vocabulary, arguments.layers)
     columns = columns_of(model, pairs[:B])
     print(header())
 

@@ -52,12 +52,12 @@ def parse_arguments() -> argparse.Namespace:
 
 def text_inputs(arguments: argparse.Namespace) -> tuple[SentenceTransformer, list[dict[str, Tensor]]]:
     """MiniLM's architecture, and pairs of text of their own lengths or all of one."""
-    pairs = load_pairs(arguments, arguments.batch_size)
+    pairs, vocabulary = load_pairs(arguments, arguments.batch_size)
     if arguments.equal_lengths:
         words = [word for pair in pairs for text in pair for word in text.split()]
         generator = random.Random(0)
         pairs = [tuple(" ".join(generator.choices(words, k=64)) for _ in pair) for pair in pairs]
-    model = minilm(pairs, arguments.layers, max_length=TOKENS_OF_EQUAL_LENGTH if arguments.equal_lengths else 128)
+    model = minilm(vocabulary, arguments.layers, max_length=TOKENS_OF_EQUAL_LENGTH if arguments.equal_lengths else 128)
     return model, columns_of(model, pairs)
 
 
@@ -70,11 +70,15 @@ def video_inputs(arguments: argparse.Namespace) -> tuple[SentenceTransformer, li
     return model, [model.preprocess(captions), model.preprocess(clips)]
 
 
-def make_losses(arguments: argparse.Namespace, model: SentenceTransformer, mean_length: float) -> dict[str, nn.Module]:
-    """The losses by name."""
+def make_losses(arguments: argparse.Namespace, model: SentenceTransformer, longest: int) -> dict[str, nn.Module]:
+    """The losses by name.
+
+    Token budgets are mini-batch size x longest row: what the largest mini-batch of rows as they come computes, so the
+    peak memory of the sides is the same.
+    """
     losses: dict[str, nn.Module] = {}
     for size in arguments.mini_batch_sizes:
-        budget = int(size * mean_length)
+        budget = size * longest
         losses[f"ours {size}"] = CachedInfoNCELoss(model, mini_batch_size=size)
         losses[f"ST cached {size}"] = CachedMultipleNegativesRankingLoss(model, mini_batch_size=size)
         if not arguments.equal_lengths and not arguments.video:
@@ -85,7 +89,9 @@ def make_losses(arguments: argparse.Namespace, model: SentenceTransformer, mean_
         if arguments.unsorted:
             losses[f"ours {size}, unsorted"] = CachedInfoNCELoss(model, mini_batch_size=size, sort_by_length=False)
         for share in arguments.kept_graphs:
-            losses[f"ours {size}, kept {share:g}"] = CachedInfoNCELoss(model, mini_batch_size=size, kept_graphs=share)
+            kept = {"mini_batch_size": size} if arguments.equal_lengths else {"mini_batch_num_tokens": budget}
+            name = f"ours {size}" if arguments.equal_lengths else f"ours, {budget} tokens"
+            losses[f"{name}, kept {share:g}"] = CachedInfoNCELoss(model, **kept, kept_graphs=share)
     if arguments.plain:
         losses["ST plain"] = MultipleNegativesRankingLoss(model)
     return losses
@@ -108,7 +114,7 @@ def main() -> None:
 
         return step
 
-    losses = make_losses(arguments, model, float(torch.cat(lengths).mean()))
+    losses = make_losses(arguments, model, int(torch.cat(lengths).max()))
     times = time_in_turn({name: step_of(loss) for name, loss in losses.items()}, arguments.repeats, arguments.warm_ups)
     head, rows = (
         ["step", "CPU-s", "wall s"],
