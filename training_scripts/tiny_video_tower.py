@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
+from safetensors.torch import save_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Router, Transformer
 from sentence_transformers.sentence_transformer.modules import Pooling
@@ -17,6 +18,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import (
     DistilBertConfig,
     DistilBertModel,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     VideoMAEConfig,
     VideoMAEModel,
@@ -80,8 +82,7 @@ def _text_tower(folder: Path, captions: Iterable[str]) -> Transformer:
         dropout=0.0,
         attention_dropout=0.0,
     )
-    DistilBertModel(config).save_pretrained(folder)
-    return Transformer(str(folder))
+    return _as_transformer(DistilBertModel(config), folder)
 
 
 def _video_tower(folder: Path, num_frames: int, image_size: int) -> Transformer:
@@ -102,5 +103,11 @@ def _video_tower(folder: Path, num_frames: int, image_size: int) -> Transformer:
         intermediate_size=2 * HIDDEN,
         use_mean_pooling=True,
     )
-    VideoMAEModel(config).save_pretrained(folder)
+    return _as_transformer(VideoMAEModel(config), folder)
+
+
+def _as_transformer(model: PreTrainedModel, folder: Path) -> Transformer:
+    # Not model.save_pretrained, which writes on the first of several ranks alone.
+    model.config.save_pretrained(folder)
+    save_file(model.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
     return Transformer(str(folder))

@@ -332,6 +332,8 @@ class FeatureGradientReplay:
         if result is not None:
             moved = tuple({name: to_cpu(x) for name, x in of_batch.items()} for of_batch in result.local_cotangents)
             result = replace(result, local_cotangents=moved)
+        if self._collection.count and self._collection.device.type != "cpu":
+            torch.accelerator.synchronize()  # the copies run on their own: nobody may read before they are done
         self._collection, self._result = collection, result
 
     def commit(self) -> None:

@@ -50,6 +50,8 @@ def test_the_mean_over_all_draws_is_the_full_gradient_and_the_variance_that_of_t
     variance = (draws - full).square().sum(1).mean()
     assert variance.item() == pytest.approx((ROWS * (ROWS - SELECTED) / SELECTED * spread).item(), rel=1e-10)
     assert variance > 1e-3 * full.square().sum(), "a selection that changes nothing proves nothing"
+    for mutant in (SELECTED / ROWS, ROWS / SELECTED):  # without the weight, and with it twice
+        assert not torch.allclose(mutant * draws.mean(0), full, rtol=0.1)
 
 
 def test_all_rows_selected_are_the_full_gradient_bit_for_bit():
