@@ -64,11 +64,11 @@ class Case:
 UNEVEN = (12, 5, 9)
 CASES: dict[str, Case] = {
     "even": Case(),
-    "uneven": Case(rows=UNEVEN),
+    "uneven": Case(rows=(48, 32, 16)),
     "accumulated": Case(rows=UNEVEN, accumulation=2),
     "budgets": Case(rows=UNEVEN, loss={"mini_batch_num_tokens": 30}),
     "local": Case(gather=False),
-    "local uneven": Case(rows=UNEVEN, gather=False),
+    "local uneven": Case(rows=(48, 32, 16), gather=False),
     "local accumulated": Case(rows=UNEVEN, gather=False, accumulation=2),
     "local budgets": Case(rows=UNEVEN, gather=False, loss={"mini_batch_num_tokens": 30}),
     "every direction": Case(

@@ -5,7 +5,9 @@ import inspect
 import pytest
 import torch
 from sentence_transformers.sentence_transformer.losses import (
+    AdaptiveLayerLoss,
     CachedMultipleNegativesRankingLoss,
+    Matryoshka2dLoss,
     MultipleNegativesRankingLoss,
 )
 from sentence_transformers.util import dot_score
@@ -91,3 +93,12 @@ def test_one_column_is_refused_by_name():
 
 def test_temperature_is_the_inverse_scale():
     assert CachedInfoNCELoss(tiny_text_model(), scale=20.0).temperature == pytest.approx(0.05)
+
+
+def test_decorators_that_need_the_models_forward_warn_as_for_the_cached_losses_of_sentence_transformers():
+    model = tiny_text_model()
+    for loss in (CachedMultipleNegativesRankingLoss(model), CachedInfoNCELoss(model)):
+        with pytest.warns(UserWarning, match=f"AdaptiveLayerLoss is not compatible with {type(loss).__name__}"):
+            AdaptiveLayerLoss(model, loss)
+        with pytest.warns(UserWarning, match="AdaptiveLayerLoss is not compatible with MatryoshkaLoss"):
+            Matryoshka2dLoss(model, loss, matryoshka_dims=[16, 8])
