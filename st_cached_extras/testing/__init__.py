@@ -1,4 +1,23 @@
-from st_cached_extras.testing.loss_check import LossCheckCase
-from st_cached_extras.testing.objective_check import ObjectiveCheckCase
+"""What losses, objectives and their tests share: check cases to inherit, tiny models, ranks in processes or threads.
+
+The check cases need pytest, the rest does not, so they are imported when they are asked for.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from st_cached_extras.testing.loss_check import LossCheckCase
+    from st_cached_extras.testing.objective_check import ObjectiveCheckCase
 
 __all__ = ["LossCheckCase", "ObjectiveCheckCase"]
+
+_MODULES = {"LossCheckCase": "loss_check", "ObjectiveCheckCase": "objective_check"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
