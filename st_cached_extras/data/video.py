@@ -25,7 +25,7 @@ AnyDataset = TypeVar("AnyDataset", datasets.Dataset, datasets.IterableDataset, d
 def read_video(
     source: bytes | str | os.PathLike, num_frames: int | None = None, *, name: str | None = None
 ) -> np.ndarray:
-    """Decodes a clip to RGB frames, with PyAV (or with torchcodec where PyAV is not installed).
+    """Decodes a clip to RGB frames, with torchcodec where it is installed, else with PyAV.
 
     Args:
         source: The bytes of a video file, or the path of one.
@@ -39,7 +39,7 @@ def read_video(
     Raises:
         FileNotFoundError: `source` is a path at which there is no file.
         ValueError: The bytes are not a video that can be decoded; names the clip and the cause.
-        ImportError: Neither PyAV nor torchcodec is installed.
+        ImportError: Neither torchcodec nor PyAV is installed.
     """
     name = name or _describe(source)
     if num_frames is not None and num_frames < 1:
@@ -190,17 +190,13 @@ def _import_av() -> Any:
 
 
 def _decoder() -> Any:
+    """torchcodec where it is installed with its FFmpeg libraries, else PyAV: the same frames."""
     try:
+        import torchcodec.decoders  # noqa: F401
+    except (ImportError, OSError, RuntimeError):  # without the libraries it is a RuntimeError
         _import_av()
-    except ImportError:
-        try:
-            import torchcodec.decoders  # noqa: F401
-        except (ImportError, OSError, RuntimeError):  # torchcodec without its FFmpeg libraries is a RuntimeError
-            pass
-        else:
-            return _decode_torchcodec
-        raise
-    return _decode_av
+        return _decode_av
+    return _decode_torchcodec
 
 
 def _decode_av(source: bytes | str, num_frames: int | None) -> np.ndarray | None:

@@ -101,7 +101,7 @@ def test_zero_frames_are_refused(clip):
         read_video(clip, 0)
 
 
-def test_torchcodec_reads_where_pyav_is_missing(clip, monkeypatch):
+def test_torchcodec_reads_where_it_is_installed(clip, monkeypatch):
     class VideoDecoder:
         """The calls of torchcodec's decoder that are documented, over a ramp."""
 
@@ -121,7 +121,7 @@ def test_torchcodec_reads_where_pyav_is_missing(clip, monkeypatch):
     package.decoders = decoders
     monkeypatch.setitem(sys.modules, "torchcodec", package)
     monkeypatch.setitem(sys.modules, "torchcodec.decoders", decoders)
-    monkeypatch.setitem(sys.modules, "av", None)  # as if it were not installed
+    monkeypatch.setitem(sys.modules, "av", None)  # not needed then
     assert indices(read_video(clip, 3)) == [2, 6, 10]
 
 
