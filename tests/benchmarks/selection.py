@@ -34,7 +34,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--draws", type=int, default=4, help="of the gradient error, at each share")
     parser.add_argument("--sampled_rows", type=int, default=256, help="from which the spread of rows is estimated")
     parser.add_argument("--seconds", type=float, default=60.0, help="of training at each share and seed")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=3, help="of training; 0 for none")
     parser.add_argument("--held_out", type=int, default=1000)
     parser.add_argument("--learning_rate", type=float, default=3e-4)
     parser.add_argument("--threads", type=int, default=2)
@@ -135,12 +135,15 @@ def main() -> None:
                 f"{cpu / times['1'][0]:.2f}",
                 f"{statistics.mean(found):.3f}",
                 f"{predicted:.3f}",
+            ]
+        )
+        if arguments.seeds:
+            rows[-1] += [
                 f"{statistics.mean(recalls):.3f} ({', '.join(f'{recall:.3f}' for recall in recalls)})",
                 f"{statistics.mean(steps for _, steps in scores):.0f}",
             ]
-        )
     head = ["b/B", "CPU-s", "wall s", "of the full step", "relative error of a draw", "predicted"]
-    print(table([*head, f"R@10 after {arguments.seconds:g} s", "steps"], rows))
+    print(table([*head, *([f"R@10 after {arguments.seconds:g} s", "steps"] if arguments.seeds else [])], rows))
 
 
 if __name__ == "__main__":
