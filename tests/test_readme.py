@@ -1,4 +1,4 @@
-"""Every Python snippet of the README runs, on a tiny model in place of the one from the Hub."""
+"""Every Python snippet of the README and of the pages in ``docs/`` runs, on a tiny model in place of the Hub's."""
 
 import re
 import subprocess
@@ -11,14 +11,19 @@ from st_cached_extras.testing.tiny_models import tiny_text_model
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SNIPPETS = [
+    pytest.param(code, id=f"{page.stem}-{index}")
+    for page in PAGES
+    for index, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
+]
 HUB_MODEL = '"sentence-transformers/all-MiniLM-L6-v2"'
 
 
-@pytest.mark.parametrize("index", range(len(SNIPPETS)))
-def test_the_snippet_runs(index, tmp_path):
+@pytest.mark.parametrize("code", SNIPPETS)
+def test_the_snippet_runs(code, tmp_path):
     tiny_text_model().save_pretrained(str(tmp_path / "model"), create_model_card=False)
-    code = SNIPPETS[index].replace(HUB_MODEL, repr(str(tmp_path / "model")))
+    code = code.replace(HUB_MODEL, repr(str(tmp_path / "model")))
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=240)
 
 
@@ -28,3 +33,9 @@ def test_both_commands_set_up_a_fresh_machine_and_name_files_that_exist():
     for command in commands:
         assert command.startswith("python3 -m venv .venv && .venv/bin/pip install")
         assert all((ROOT / path).exists() for path in re.findall(r"\S+/\S+\.py", command))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_lead_to_files_that_exist(page):
+    targets = re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text())
+    assert [target for target in targets if not (page.parent / target).exists()] == []
