@@ -6,12 +6,17 @@ from st_cached_extras.replay.protocol import (
     MiniBatchError,
     ReplayStateError,
 )
+from st_cached_extras.replay.stages import ParityError, Stage, Staged, StagedPass
 
 __all__ = [
     "FeatureGradientReplay",
     "FeatureGradientReplayResult",
     "MiniBatchError",
     "NonFiniteFeaturesError",
+    "ParityError",
     "ReplayLoss",
     "ReplayStateError",
+    "Stage",
+    "Staged",
+    "StagedPass",
 ]
