@@ -23,15 +23,33 @@ def surrogate(features: Tensor, cotangent: Tensor, grad_output: Tensor) -> Tenso
     return torch.dot(features.flatten().to(dtype), cotangent.flatten().to(dtype)) * grad_output
 
 
-def inject(tensors: Sequence[Tensor], cotangents: Sequence[Tensor]) -> None:
-    """Back-propagate ``cotangents`` [B, ...] from ``tensors`` of the same shapes into the leaves they came from."""
+def inject(
+    tensors: Sequence[Tensor], cotangents: Sequence[Tensor], leaves: Sequence[Tensor], parameters: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Back-propagate ``cotangents`` [B, ...] from ``tensors`` of the same shapes into the ``.grad`` of ``leaves``.
+
+    Args:
+        tensors: the leaves themselves, or what was computed from them.
+        leaves: those that were used receive a gradient.
+        parameters: what else the tensors may have been computed from; their ``.grad`` is left alone.
+
+    Returns:
+        The parameters that were used, and their derivatives.
+    """
     if all(tensor.is_leaf for tensor in tensors):
         # What a backward would do, without the copy that it makes.
         for tensor, cotangent in zip(tensors, cotangents, strict=True):
             accumulate_gradient(tensor, cotangent)
-        return
-    gradients = [cotangent.to(tensor.dtype) for tensor, cotangent in zip(tensors, cotangents, strict=True)]
-    torch.autograd.backward(list(tensors), gradients)
+        return [], []
+    cotangents = [cotangent.to(tensor.dtype) for tensor, cotangent in zip(tensors, cotangents, strict=True)]
+    inputs = [*leaves, *parameters]
+    gradients = torch.autograd.grad(list(tensors), inputs, cotangents, allow_unused=True)
+    of_leaves, of_parameters = gradients[: len(leaves)], gradients[len(leaves) :]
+    for leaf, gradient in zip(leaves, of_leaves, strict=True):
+        if gradient is not None:
+            accumulate_gradient(leaf, gradient)
+    used = [(p, gradient) for p, gradient in zip(parameters, of_parameters, strict=True) if gradient is not None]
+    return [parameter for parameter, _ in used], [gradient for _, gradient in used]
 
 
 class AttachCotangents(torch.autograd.Function):

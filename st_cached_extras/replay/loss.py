@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.losses import CachedLossMixin, has_static_embedding_input
+from sentence_transformers.base.model import BaseModel
 from torch import Tensor, nn
 
 from st_cached_extras._compat import uncompiled
@@ -35,7 +36,15 @@ class ReplayLoss(CachedLossMixin, nn.Module):
     """Base of the cached losses: feature dicts in, parameter gradients out, memory of one mini-batch.
 
     A subclass hands over an :class:`~st_cached_extras.objectives.Objective` and, where columns or labels mean
-    something other than anchor, positive and negatives, overrides :meth:`to_features` or :meth:`to_targets`.
+    something other than anchor, positive and negatives, overrides :meth:`to_features` or :meth:`to_targets`. What it
+    computes from the model's outputs of one mini-batch, with projection heads of its own for instance, belongs into
+    :meth:`extract`, which is replayed with the model.
+
+    Every trainable parameter that the loss owns is trained: those of the objective by its closed form, those of heads
+    by the replays. Over ranks their gradients are averaged, once per backward.
+
+    Attributes:
+        metrics: what the objective reported beside the loss at the last forward, detached scalars by name.
 
     Args:
         model: the SentenceTransformer to train.
@@ -101,6 +110,7 @@ class ReplayLoss(CachedLossMixin, nn.Module):
         self.selection_seed = selection_seed
         self.selection_step = 0
         self._rows: Tensor | None = None  # of the batch whose loss is being calculated
+        self.metrics: dict[str, Tensor] = {}
         self.show_progress_bar = show_progress_bar
 
     def _check_model(self, model: Any) -> None:
@@ -122,7 +132,8 @@ class ReplayLoss(CachedLossMixin, nn.Module):
         """Name the embedded columns for the objective: anchor, positive, negative_1, negative_2, ...
 
         Args:
-            columns: one tensor [B, D] per input column. Whatever is computed from them here is differentiated.
+            columns: what :meth:`extract` gave for all rows of each input column, [B, D] each. Whatever is computed
+                from them here is differentiated, for all rows at once.
         """
         return dict(zip(column_names(len(columns)), columns, strict=True))
 
@@ -132,8 +143,14 @@ class ReplayLoss(CachedLossMixin, nn.Module):
         return None, None
 
     def extract(self, outputs: Mapping[str, Any]) -> Tensor:
-        """The features [n, D] of one mini-batch, in the model's outputs."""
+        """The features [n, D] of one mini-batch, from the model's outputs for it; run again in the replay."""
         return outputs["sentence_embedding"]
+
+    def own_parameters(self) -> dict[str, nn.Parameter]:
+        """The trainable parameters that the loss owns: none of the model, nor of any other model that it holds."""
+        models = [module for module in self.modules() if isinstance(module, BaseModel)]
+        of_models = {parameter for model in models for parameter in model.parameters()}
+        return {name: p for name, p in self.named_parameters() if p.requires_grad and p not in of_models}
 
     # ---------------------------------------------------------------------------------------- the objective
 
@@ -162,14 +179,16 @@ class ReplayLoss(CachedLossMixin, nn.Module):
             rows=self._rows if with_backward else None,
             world=engine_of(self.model).world if self.gather_across_devices else None,
         )
+        self.metrics = result.metrics
         if not torch.is_grad_enabled():
             return result.loss
         self._check_every_column_is_used(features, result)
         tensors = list(features.values())
         cotangents = [self._of_all_rows(result.cotangents.pop(name), feature) for name, feature in features.items()]
         if with_backward:
-            inject(tensors, cotangents)
-            tensors, cotangents = [], []
+            leaves = [embeddings for mini_batches in reps for embeddings in mini_batches]
+            tensors, cotangents = inject(tensors, cotangents, leaves, list(self.own_parameters().values()))
+            self._check_every_column_has_a_gradient(reps)
         for name, parameter in self.objective.named_parameters():
             if parameter.requires_grad and name in result.parameter_cotangents:
                 tensors.append(parameter)
@@ -188,6 +207,18 @@ class ReplayLoss(CachedLossMixin, nn.Module):
                 f"{type(self.objective).__name__} did not use the input column(s) {', '.join(unused)}: it returned no "
                 f"cotangents for them, only for {', '.join(result.cotangents)}. Every column is embedded twice, so "
                 "remove the unused ones from the dataset, e.g. with dataset.remove_columns(...)."
+            )
+
+    def _check_every_column_has_a_gradient(self, reps: list[list[Tensor]]) -> None:
+        unused = [
+            name
+            for name, mini_batches in zip(column_names(len(reps)), reps, strict=True)
+            if any(embeddings.grad is None for embeddings in mini_batches)
+        ]
+        if unused:
+            raise ValueError(
+                f"{type(self).__name__}.to_features did not use the input column(s) {', '.join(unused)}. Every column "
+                "is embedded twice, so remove the unused ones from the dataset, e.g. with dataset.remove_columns(...)."
             )
 
     # -------------------------------------------------------------------------------------------- the passes
@@ -234,11 +265,17 @@ class ReplayLoss(CachedLossMixin, nn.Module):
         finally:
             self._rows = None
         selection_weight = 1.0 if selected is None else columns[0].rows.count / len(selected)
-        owned: list[tuple[nn.Parameter, Tensor]] = []
+        weight = self.world_factor * selection_weight
+        own = list(self.own_parameters().values())
+        gradients: Sequence[Tensor | None] = [None] * len(own)
         if value.requires_grad:
-            parameters = [parameter for parameter in self.objective.parameters() if parameter.requires_grad]
-            gradients = torch.autograd.grad(value, parameters, allow_unused=True)
-            owned = [(p, gradient) for p, gradient in zip(parameters, gradients, strict=True) if gradient is not None]
+            gradients = torch.autograd.grad(value, own, allow_unused=True)
+        complete = set(self.objective.parameters())  # the others have seen this rank's selected rows alone
+        known = [
+            (parameter, gradient if parameter in complete else gradient * weight)
+            for parameter, gradient in zip(own, gradients, strict=True)
+            if gradient is not None
+        ]
 
         cotangents = [column.embeddings.grad for column in columns]
         for column in columns:
@@ -250,8 +287,9 @@ class ReplayLoss(CachedLossMixin, nn.Module):
                 passes=passes,
                 columns=columns,
                 cotangents=cotangents,
-                weight=self.world_factor * selection_weight,
-                owned=owned,
+                weight=weight,
+                own=own,
+                known=known,
                 engine=engine,
             )
         )
@@ -272,9 +310,9 @@ class ReplayLoss(CachedLossMixin, nn.Module):
         world.check_equal("The objective and its features", described)
 
     def _warn_if_state_is_not_saved(self) -> None:
-        owned = [name for name, parameter in self.objective.named_parameters() if parameter.requires_grad]
-        owned += self.replay_state()
-        if owned and not self.state_is_saved and not self._has_warned:
+        if self.state_is_saved or self._has_warned:
+            return
+        if owned := [*self.own_parameters(), *self.replay_state()]:
             self._has_warned = True
             logger.warning(
                 f"{type(self).__name__} has state of its own ({', '.join(owned)}), which the checkpoints of "
@@ -349,14 +387,20 @@ class ReplayLoss(CachedLossMixin, nn.Module):
         columns: list[Column],
         cotangents: list[Tensor],
         weight: float,
-        owned: list[tuple[nn.Parameter, Tensor]],
+        own: list[nn.Parameter],
+        known: list[tuple[nn.Parameter, Tensor]],
         engine: Engine,
     ) -> None:
-        """Run by the backward of the loss, with what that backward multiplies the loss by."""
+        """Run by the backward of the loss, with what that backward multiplies the loss by.
+
+        Args:
+            own: the parameters of the loss, which no engine averages; some have gradients from the replays.
+            known: those whose gradients were known before them.
+        """
         passes.replay(columns, cotangents, grad_output * weight)
-        for parameter, cotangent in owned:
+        for parameter, cotangent in known:
             torch.autograd.backward(parameter, (cotangent * grad_output).to(parameter.dtype))
-        engine.average_gradients([parameter for parameter, _ in owned])
+        engine.average_gradients(_reached(own, engine.world))
 
     def get_config_dict(self) -> dict[str, Any]:
         """The configuration as plain JSON types, for the model card."""
@@ -382,6 +426,15 @@ class ReplayLoss(CachedLossMixin, nn.Module):
     primaryClass={cs.LG}
 }
 """
+
+
+def _reached(parameters: list[nn.Parameter], world: World) -> list[nn.Parameter]:
+    """Those that have a gradient on any rank. The others keep None, so that no optimizer decays them."""
+    if not parameters or world.size == 1:
+        return parameters
+    reached = torch.tensor([parameter.grad is not None for parameter in parameters], device=parameters[0].device)
+    reached = world.all_reduce(reached.int()).tolist()
+    return [parameter for parameter, ranks in zip(parameters, reached, strict=True) if ranks]
 
 
 def _check_positive_integer(name: str, value: Any) -> None:
