@@ -1,7 +1,7 @@
 """Feature-gradient replay for sentence-transformers: batches and losses that do not fit the machine."""
 
 from st_cached_extras.distributed.trainer import ReplaySentenceTransformerTrainer, ReplayTrainerMixin
-from st_cached_extras.losses import CachedInfoNCELoss
+from st_cached_extras.losses import CachedInfoNCELoss, CachedLoss
 
 __version__ = "0.1.0"
-__all__ = ["CachedInfoNCELoss", "ReplaySentenceTransformerTrainer", "ReplayTrainerMixin", "__version__"]
+__all__ = ["CachedInfoNCELoss", "CachedLoss", "ReplaySentenceTransformerTrainer", "ReplayTrainerMixin", "__version__"]

@@ -27,13 +27,15 @@ class ObjectiveResult:
             loss scale is in them.
         parameter_cotangents: per learnable parameter of the objective, keyed as ``named_parameters()``,
             d loss / d parameter, complete over the world.
-        metrics: detached scalars worth logging, by name.
+        metrics: detached scalars worth logging beside the loss, by name.
+        components: the parts of a loss that has several, detached scalars by name; their sum is the loss.
     """
 
     loss: Tensor
     cotangents: dict[str, Tensor]
     parameter_cotangents: dict[str, Tensor] = field(default_factory=dict)
     metrics: dict[str, Tensor] = field(default_factory=dict)
+    components: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Objective(nn.Module, ABC):

@@ -8,6 +8,50 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+_NAMES = (
+    "expected 'anchor', 'positive' and optionally 'negative_1', 'negative_2', .... "
+    "Name the columns so, in the order query, its document, its hard negatives."
+)
+
+
+def check_columns(features: Mapping[str, Tensor]) -> list[str]:
+    """The names of input columns in their order in the dataset.
+
+    Args:
+        features: "anchor", and optionally "positive", "negative_1", "negative_2", ..., each [B, D], floating point.
+
+    Returns:
+        "anchor", "positive", the negatives by their number, whatever the order in ``features``.
+
+    Raises:
+        TypeError: a column that is not floating point.
+        ValueError: an unknown or missing name, an empty column or one that is not [B, D], B that differ.
+    """
+    negatives = {name: re.fullmatch(r"negative_([1-9]\d*)", name) for name in features}
+    unknown = [name for name in features if name not in ("anchor", "positive") and not negatives[name]]
+    if unknown or "anchor" not in features:
+        problem = f"unknown {unknown}" if unknown else "missing ['anchor']"
+        raise ValueError(f"features: {problem} among {list(features)}, {_NAMES}")
+    anchor = features["anchor"]
+    for name, column in features.items():
+        if not column.is_floating_point():
+            raise TypeError(
+                f"features[{name!r}]: dtype {column.dtype}, expected a floating-point dtype. Give embeddings, not ids."
+            )
+        if column.ndim != 2 or 0 in column.shape:
+            raise ValueError(
+                f"features[{name!r}]: shape {tuple(column.shape)}, expected [B, D] with at least one row and one "
+                "dimension. Give one embedding vector per row: pool token embeddings first, skip an empty batch."
+            )
+        if len(column) != len(anchor):
+            raise ValueError(
+                f"features[{name!r}]: rows differ, shape {tuple(column.shape)}, expected {len(anchor)} rows as "
+                f"'anchor' of shape {tuple(anchor.shape)}. Row i of every column belongs to row i of the dataset: "
+                "give every row one text, image or clip per column."
+            )
+    in_order = sorted(filter(negatives.get, features), key=lambda name: int(name[9:]))
+    return ["anchor", *(["positive"] if "positive" in features else []), *in_order]
+
 
 def check_ranking_features(features: Mapping[str, Tensor]) -> list[str]:
     """The names of a batch of queries and documents, documents first.
@@ -22,35 +66,23 @@ def check_ranking_features(features: Mapping[str, Tensor]) -> list[str]:
         TypeError: a column that is not floating point.
         ValueError: an unknown or missing name, an empty column or one that is not [B, D], B or D that differ.
     """
-    negatives = {name: re.fullmatch(r"negative_([1-9]\d*)", name) for name in features}
-    unknown = [name for name in features if name not in ("anchor", "positive") and not negatives[name]]
-    missing = [name for name in ("anchor", "positive") if name not in features]
-    expected = "expected 'anchor', 'positive' and optionally 'negative_1', 'negative_2', ..."
-    if unknown or missing:
-        problem = f"unknown {unknown}" if unknown else f"missing {missing}"
-        raise ValueError(
-            f"features: {problem} among {list(features)}, {expected}. "
-            "Name the columns so, in the order query, its document, its hard negatives."
-        )
-    anchor = features["anchor"]
-    for name, column in features.items():
-        if not column.is_floating_point():
-            raise TypeError(
-                f"features[{name!r}]: dtype {column.dtype}, expected a floating-point dtype. Give embeddings, not ids."
-            )
-        if column.ndim != 2 or 0 in column.shape:
+    if missing := [name for name in ("anchor", "positive") if name not in features]:
+        raise ValueError(f"features: missing {missing} among {list(features)}, {_NAMES}")
+    anchor, *documents = check_columns(features)
+    check_widths(features)
+    return [*documents, anchor]
+
+
+def check_widths(features: Mapping[str, Tensor]) -> None:
+    """All columns have one width D, as whatever is scored against each other must; if not, a ValueError."""
+    first, *others = features
+    width = features[first].shape[1]
+    for name in others:
+        if features[name].shape[1] != width:
             raise ValueError(
-                f"features[{name!r}]: shape {tuple(column.shape)}, expected [B, D] with at least one row and one "
-                "dimension. Give one embedding vector per row: pool token embeddings first, skip an empty batch."
+                f"features[{name!r}]: dimensions differ, shape {tuple(features[name].shape)}, expected [B, {width}] "
+                f"as {first!r}. All columns are scored against each other: give embeddings from encoders of one width."
             )
-        if column.shape != anchor.shape:
-            what = "rows" if len(column) != len(anchor) else "dimensions"
-            raise ValueError(
-                f"features[{name!r}]: {what} differ, shape {tuple(column.shape)}, expected {tuple(anchor.shape)} as "
-                "'anchor'. Row i of every column belongs to query i and all columns are scored against each other: "
-                "give every query one row per column, from encoders of one width."
-            )
-    return ["positive", *sorted(filter(negatives.get, features), key=lambda name: int(name[9:])), "anchor"]
 
 
 def check_rows(rows: Tensor | None, count: int) -> None:

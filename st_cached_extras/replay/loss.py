@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.losses import CachedLossMixin, has_static_embedding_input
-from sentence_transformers.base.model import BaseModel
 from torch import Tensor, nn
 
 from st_cached_extras._compat import uncompiled
 from st_cached_extras.distributed.engines import Engine, engine_of
 from st_cached_extras.distributed.world import World
 from st_cached_extras.objectives.base import Objective, ObjectiveResult
+from st_cached_extras.objectives.parameters import own_parameters
 from st_cached_extras.replay.columns import Column, column_names, read_columns
 from st_cached_extras.replay.cotangents import attach_cotangents, inject
 from st_cached_extras.replay.media import media_tokens_of
@@ -64,6 +64,8 @@ class ReplayLoss(CachedLossMixin, nn.Module):
             float), drawn anew at every training step; their gradients are weighted so that the expected gradient is
             that of all rows. None for all.
         selection_seed: seed of those draws, which depend on it, on the step and on the rank.
+        defer_reduction: under FSDP2, ZeRO-2 and ZeRO-3, reduce gradients over ranks once a backward and not for every
+            mini-batch: less communication, and every rank holds the gradients of the whole model meanwhile.
         show_progress_bar: show a progress bar over the mini-batches of each pass.
 
     Raises:
@@ -87,6 +89,7 @@ class ReplayLoss(CachedLossMixin, nn.Module):
         kept_graphs: float = 0.0,
         differentiated_samples: int | float | None = None,
         selection_seed: int = 0,
+        defer_reduction: bool = False,
         show_progress_bar: bool = False,
     ) -> None:
         super().__init__()
@@ -111,6 +114,8 @@ class ReplayLoss(CachedLossMixin, nn.Module):
         self.selection_step = 0
         self._rows: Tensor | None = None  # of the batch whose loss is being calculated
         self.metrics: dict[str, Tensor] = {}
+        self._component_names: tuple[str, ...] = ()
+        self.defer_reduction = defer_reduction
         self.show_progress_bar = show_progress_bar
 
     def _check_model(self, model: Any) -> None:
@@ -148,9 +153,7 @@ class ReplayLoss(CachedLossMixin, nn.Module):
 
     def own_parameters(self) -> dict[str, nn.Parameter]:
         """The trainable parameters that the loss owns: none of the model, nor of any other model that it holds."""
-        models = [module for module in self.modules() if isinstance(module, BaseModel)]
-        of_models = {parameter for model in models for parameter in model.parameters()}
-        return {name: p for name, p in self.named_parameters() if p.requires_grad and p not in of_models}
+        return own_parameters(self)
 
     # ---------------------------------------------------------------------------------------- the objective
 
@@ -167,7 +170,8 @@ class ReplayLoss(CachedLossMixin, nn.Module):
                 is differentiable in both.
 
         Returns:
-            The loss, a scalar.
+            The loss, a scalar; of an objective with components, all of them, [number of components]. Their sum is the
+            loss, and its derivative is attached to the first.
         """
         columns = [mini_batches[0] if len(mini_batches) == 1 else torch.cat(mini_batches) for mini_batches in reps]
         features = self.to_features(columns)
@@ -179,21 +183,28 @@ class ReplayLoss(CachedLossMixin, nn.Module):
             rows=self._rows if with_backward else None,
             world=engine_of(self.model).world if self.gather_across_devices else None,
         )
-        self.metrics = result.metrics
-        if not torch.is_grad_enabled():
-            return result.loss
+        self.metrics, self._component_names = result.metrics, tuple(result.components)
+        value, *others = result.components.values() or (result.loss,)
+        if torch.is_grad_enabled():
+            value = self._attach(value, result, features, reps if with_backward else None)
+        return torch.stack([value, *others]) if result.components else value
+
+    def _attach(
+        self, value: Tensor, result: ObjectiveResult, features: Mapping[str, Tensor], leaves: list[list[Tensor]] | None
+    ) -> Tensor:
+        """``value`` with the derivatives of ``result``; those by the features go into ``leaves``, if given."""
         self._check_every_column_is_used(features, result)
         tensors = list(features.values())
         cotangents = [self._of_all_rows(result.cotangents.pop(name), feature) for name, feature in features.items()]
-        if with_backward:
-            leaves = [embeddings for mini_batches in reps for embeddings in mini_batches]
-            tensors, cotangents = inject(tensors, cotangents, leaves, list(self.own_parameters().values()))
-            self._check_every_column_has_a_gradient(reps)
+        if leaves is not None:
+            flat = [embeddings for mini_batches in leaves for embeddings in mini_batches]
+            tensors, cotangents = inject(tensors, cotangents, flat, list(self.own_parameters().values()))
+            self._check_every_column_has_a_gradient(leaves)
         for name, parameter in self.objective.named_parameters():
             if parameter.requires_grad and name in result.parameter_cotangents:
                 tensors.append(parameter)
                 cotangents.append(result.parameter_cotangents[name])
-        return attach_cotangents(result.loss, tensors, cotangents) if tensors else result.loss
+        return attach_cotangents(value, tensors, cotangents) if tensors else value
 
     def _of_all_rows(self, cotangent: Tensor, feature: Tensor) -> Tensor:
         """Cotangents of the selected rows, [b, D], among zeros for the others, [B, D]."""
@@ -223,7 +234,9 @@ class ReplayLoss(CachedLossMixin, nn.Module):
 
     # -------------------------------------------------------------------------------------------- the passes
 
-    def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Tensor:
+    def forward(
+        self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None
+    ) -> Tensor | dict[str, Tensor]:
         """Compute the loss of one batch; its backward replays the mini-batches.
 
         Args:
@@ -231,16 +244,20 @@ class ReplayLoss(CachedLossMixin, nn.Module):
             labels: labels of the rows, or None.
 
         Returns:
-            The loss, a scalar in fp32 or higher.
+            The loss, a scalar in fp32 or higher; of an objective with components, each by its name. Their sum is the
+            loss: the backward of the first one replays for all, and the others are detached.
         """
         return self.forward_cached(sentence_features, labels)
 
-    def forward_cached(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Tensor:
+    def forward_cached(
+        self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None
+    ) -> Tensor | dict[str, Tensor]:
         """Collect the embeddings, evaluate the objective, and leave the replay to the backward of the result."""
-        engine = engine_of(self.model)
+        engine = engine_of(self.model, defer_reduction=self.defer_reduction, inside_backward=True)
         with_replay = torch.is_grad_enabled()
-        # An evaluation of local losses asks nothing of the other ranks, which may not be evaluating.
-        world = engine.world if with_replay or self.gather_across_devices else World()
+        # An evaluation of local losses asks nothing of the other ranks, which may not be evaluating; unless they must,
+        # because they hold shards of the model.
+        world = engine.world if with_replay or self.gather_across_devices or engine.shards else World()
         columns, selected = self._plan(sentence_features, world, with_replay)
         passes = Passes(engine, self.extract, world, self.show_progress_bar)
         if self.kept_graphs and type(engine) is not Engine:
@@ -254,7 +271,7 @@ class ReplayLoss(CachedLossMixin, nn.Module):
             self._check_agreement(columns, labels, world)
         reps = [[column.embeddings] for column in columns]
         if not with_replay:
-            return self.calculate_loss(reps, labels)
+            return self._by_name(self.calculate_loss(reps, labels))
 
         self._warn_if_state_is_not_saved()
         for column in columns:
@@ -269,7 +286,7 @@ class ReplayLoss(CachedLossMixin, nn.Module):
         own = list(self.own_parameters().values())
         gradients: Sequence[Tensor | None] = [None] * len(own)
         if value.requires_grad:
-            gradients = torch.autograd.grad(value, own, allow_unused=True)
+            gradients = torch.autograd.grad(value.sum(), own, allow_unused=True)
         complete = set(self.objective.parameters())  # the others have seen this rank's selected rows alone
         known = [
             (parameter, gradient if parameter in complete else gradient * weight)
@@ -280,7 +297,9 @@ class ReplayLoss(CachedLossMixin, nn.Module):
         cotangents = [column.embeddings.grad for column in columns]
         for column in columns:
             column.embeddings = torch.empty(0)  # the replay needs the cotangents alone
-        loss = value.detach().requires_grad_()
+        value = value.detach()
+        # Not a leaf: DeepSpeed takes that for a mere number.
+        loss = (value[0] if value.ndim else value).requires_grad_().clone()
         loss.register_hook(
             partial(
                 self._replay,
@@ -293,7 +312,13 @@ class ReplayLoss(CachedLossMixin, nn.Module):
                 engine=engine,
             )
         )
-        return loss
+        return self._by_name([loss, *value[1:]]) if value.ndim else loss
+
+    def _by_name(self, value: Tensor | list[Tensor]) -> Tensor | dict[str, Tensor]:
+        """A scalar as it is, several values by the names of the objective's components."""
+        if isinstance(value, Tensor) and not value.ndim:
+            return value
+        return dict(zip(self._component_names, value, strict=True))
 
     def _check_agreement(self, columns: list[Column], labels: Tensor | None, world: World) -> None:
         """Let what may fail on one rank alone fail before the objective's collectives, and on all."""
@@ -412,6 +437,7 @@ class ReplayLoss(CachedLossMixin, nn.Module):
             "gather_across_devices": self.gather_across_devices,
             "kept_graphs": self.kept_graphs,
             "differentiated_samples": self.differentiated_samples,
+            "defer_reduction": self.defer_reduction,
         }
 
     @property

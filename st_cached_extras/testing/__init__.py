@@ -9,12 +9,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from st_cached_extras.testing.loss_check import LossCheckCase
+    from st_cached_extras.testing.loss_check import LossCheckCase, LossEqualityCase
     from st_cached_extras.testing.objective_check import ObjectiveCheckCase
 
-__all__ = ["LossCheckCase", "ObjectiveCheckCase"]
+__all__ = ["LossCheckCase", "LossEqualityCase", "ObjectiveCheckCase"]
 
-_MODULES = {"LossCheckCase": "loss_check", "ObjectiveCheckCase": "objective_check"}
+_MODULES = {"LossCheckCase": "loss_check", "LossEqualityCase": "loss_check", "ObjectiveCheckCase": "objective_check"}
 
 
 def __getattr__(name: str) -> Any:

@@ -37,8 +37,8 @@ FLOAT64_TOLERANCE = 1e-10
 FLOAT32_TOLERANCE = 1e-5
 
 
-class LossCheckCase(ABC):
-    """Inherited checks of one cached loss against its plain form on tiny models.
+class LossEqualityCase(ABC):
+    """Inherited checks that every cached loss passes, whatever its columns and labels, beside its plain form.
 
     Attributes:
         num_columns: how many text columns the loss is given.
@@ -58,14 +58,18 @@ class LossCheckCase(ABC):
         """Labels of the rows, if the loss reads any."""
         return None
 
-    # ---------------------------------------------------------------------------------------------- helpers
+    def comparable(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The gradients that the plain loss has too, by names that are the same for both."""
+        return _of_model(found)
+
+    # -------------------------------------------------------------------------------------------------- helpers
 
     def step(
         self, loss: nn.Module, columns: list[dict], seed: int = 0, scale: float = 1.0
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Value and parameter gradients of one forward and backward."""
         loss.zero_grad()
-        value = loss(copy_columns(columns), self.make_labels(_rows_of(columns), seed))
+        value = total(loss(copy_columns(columns), self.make_labels(_rows_of(columns), seed)))
         (value * scale).backward()
         return value.detach(), gradients(loss)
 
@@ -80,34 +84,169 @@ class LossCheckCase(ABC):
         found, found_gradients = self.step(self.make_loss(model, **kwargs), columns, seed)
         assert abs(found.double() - expected) <= tolerance * max(1.0, abs(expected))
         assert any(gradient.any() for gradient in expected_gradients.values()), "the truth must have a gradient"
-        assert relative_error(_of_model(found_gradients), _of_model(expected_gradients)) <= tolerance
+        assert relative_error(self.comparable(found_gradients), self.comparable(expected_gradients)) <= tolerance
 
-    # ----------------------------------------------------------------------------------- equal to the truth
+    # --------------------------------------------------------------------------------------- equal to the truth
+
+    @pytest.mark.parametrize("tolerance", [FLOAT64_TOLERANCE, FLOAT32_TOLERANCE])
+    def test_equals_the_plain_loss(self, tolerance):
+        model = tiny_text_model()
+        self.assert_equals_plain(model, text_columns(model, 7, self.num_columns, seed=7), tolerance, mini_batch_size=3)
+
+    def test_a_token_budget_equals_the_plain_loss(self):
+        model = tiny_text_model()
+        columns = text_columns(model, 9, self.num_columns, seed=3)
+        self.assert_equals_plain(model, columns, FLOAT64_TOLERANCE, mini_batch_num_tokens=40)
+
+    @pytest.mark.parametrize("weights", [None, [1.0, 0.25]])
+    def test_matryoshka_over_it_equals_matryoshka_over_the_plain_loss(self, weights):
+        model, columns = _double_case(5, self.num_columns)
+        plain = MatryoshkaLoss(model, self.make_plain_loss(model), [16, 8], weights)
+        expected, expected_gradients = self.step(plain, columns)
+        cached = MatryoshkaLoss(model, self.make_loss(model, mini_batch_size=2), [16, 8], weights)
+        found, found_gradients = self.step(cached, columns)
+        assert torch.allclose(found, expected, rtol=FLOAT64_TOLERANCE)
+        found, expected = self.comparable(found_gradients), self.comparable(expected_gradients)
+        assert relative_error(found, expected) <= FLOAT64_TOLERANCE
+
+    # ------------------------------------------------------------------------------------------- how it replays
+
+    def test_dropout_gradients_are_those_of_the_masks_that_the_first_pass_drew(self):
+        model, columns = _double_case(4, self.num_columns, dropout=0.3)
+        loss = self.make_loss(model, mini_batch_size=4, sort_by_length=False)
+        plain = self.make_plain_loss(model)
+        torch.manual_seed(11)
+        _, found = self.step(loss, columns)
+        torch.manual_seed(11)  # with one mini-batch per column, the plain loss draws the same masks in the same order
+        with column_merging_disabled():
+            _, expected = self.step(plain, columns)
+        assert relative_error(self.comparable(found), self.comparable(expected)) <= FLOAT64_TOLERANCE
+
+    def test_two_forwards_before_one_backward_keep_their_own_batches(self):
+        model, first = _double_case(5, self.num_columns, seed=1)
+        _, second = _double_case(4, self.num_columns, seed=2)
+        loss = self.make_loss(model, mini_batch_size=2)
+        _, first_gradients = self.step(loss, first)
+        _, second_gradients = self.step(loss, second)
+        loss.zero_grad()
+        first_value = total(loss(copy_columns(first), self._labels(5)))
+        second_value = total(loss(copy_columns(second), self._labels(4)))
+        (first_value + 3 * second_value).backward()
+        expected = {name: first_gradients[name] + 3 * second_gradients[name] for name in first_gradients}
+        assert relative_error(gradients(loss), expected) <= FLOAT64_TOLERANCE
+
+    @pytest.mark.parametrize("scale", [0.5, 2.0**16])
+    def test_gradients_scale_with_the_outer_backward(self, scale):
+        model, columns = _double_case(5, self.num_columns)
+        loss = self.make_loss(model, mini_batch_size=2)
+        _, expected = self.step(loss, columns)
+        _, found = self.step(loss, columns, scale=scale)
+        assert relative_error(found, {k: scale * v for k, v in expected.items()}) <= FLOAT64_TOLERANCE
+
+    def test_gradients_accumulate_over_backwards(self):
+        model, columns = _double_case(5, self.num_columns)
+        loss = self.make_loss(model, mini_batch_size=2)
+        _, once = self.step(loss, columns)
+        for _ in range(2):
+            total(loss(copy_columns(columns), self._labels(5))).backward()
+        assert relative_error(gradients(loss), {k: 3 * v for k, v in once.items()}) <= FLOAT64_TOLERANCE
+
+    def test_evaluation_without_gradients_gives_the_same_value_and_embeds_once(self):
+        model, columns = _double_case(5, self.num_columns)
+        loss = self.make_loss(model, mini_batch_size=2)
+        expected, _ = self.step(loss, columns)
+        seen = _record_embeddings(model)
+        with torch.no_grad():
+            value = total(loss(copy_columns(columns), self._labels(5)))
+        assert torch.equal(value, expected) and not value.requires_grad
+        assert len(seen) == 3 * self.num_columns
+
+    def test_calculate_loss_is_differentiable_in_the_embeddings(self):
+        model, columns = _double_case(5, self.num_columns)
+        loss = self.make_loss(model)
+        embeddings = [model(column)["sentence_embedding"].detach() for column in copy_columns(columns)]
+
+        def value_and_grads(**kwargs: Any) -> tuple[Tensor, list[Tensor]]:
+            leaves = [list(x.clone().split(2)) for x in embeddings]
+            leaves = [[leaf.requires_grad_() for leaf in column] for column in leaves]
+            value = loss.calculate_loss(leaves, self._labels(5), **kwargs)
+            if not kwargs:
+                (2 * value.sum()).backward()
+            return value.detach(), [torch.cat([leaf.grad for leaf in column]) for column in leaves]
+
+        value, doubled = value_and_grads()
+        other, grads = value_and_grads(with_backward=True)
+        assert torch.equal(value, other)
+        assert all(torch.allclose(a, 2 * b, rtol=1e-12) for a, b in zip(doubled, grads, strict=True))
+
+    def test_releases_its_state_after_the_backward(self):
+        model = tiny_text_model()
+        columns = text_columns(model, 5, self.num_columns)
+        loss = self.make_loss(model, mini_batch_size=2)
+        value = total(loss(columns, self._labels(5)))
+        ids = weakref.ref(columns[0]["input_ids"])
+        value.backward()
+        del value, columns
+        gc.collect()
+        assert ids() is None
+
+    # --------------------------------------------------------------------------------------- as an object of ST
+
+    def test_deepcopies_and_pickles(self):
+        model, columns = _double_case(5, self.num_columns)
+        loss = self.make_loss(model, mini_batch_size=2)
+        expected, expected_gradients = self.step(loss, columns)
+        for copied in (copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))):
+            value, found = self.step(copied, columns)
+            assert torch.equal(value, expected)
+            assert relative_error(found, expected_gradients) <= FLOAT64_TOLERANCE
+
+    def test_the_configuration_is_plain_json_and_the_citation_bibtex(self):
+        loss = self.make_loss(tiny_text_model())
+        assert json.loads(json.dumps(loss.get_config_dict())) == loss.get_config_dict()
+        assert loss.citation.strip().startswith("@")
+
+    def test_adds_no_keys_to_the_models_state_dict(self):
+        model = tiny_text_model()
+        keys = set(model.state_dict())
+        self.make_loss(model)
+        assert set(model.state_dict()) == keys
+
+    def _labels(self, rows: int) -> Tensor | None:
+        return self.make_labels(rows, 0)
+
+
+class LossCheckCase(LossEqualityCase):
+    """Inherited checks of one cached loss with at least two columns, on tiny models, in all that it must stand."""
+
+    # --------------------------------------------------------------------------------------- equal to the truth
 
     @pytest.mark.parametrize("tolerance", [FLOAT64_TOLERANCE, FLOAT32_TOLERANCE])
     @pytest.mark.parametrize("sort_by_length", [True, False])
     @pytest.mark.parametrize(("rows", "mini_batch_size"), [(7, 3), (6, 2), (5, 8), (4, 1)])
-    def test_equals_the_plain_loss(self, rows, mini_batch_size, sort_by_length, tolerance):
+    def test_any_size_and_order_of_mini_batches_equal_the_plain_loss(
+        self, rows, mini_batch_size, sort_by_length, tolerance
+    ):
         model = tiny_text_model()
         columns = text_columns(model, rows, self.num_columns, seed=rows)
         self.assert_equals_plain(
             model, columns, tolerance, mini_batch_size=mini_batch_size, sort_by_length=sort_by_length
         )
 
+    @pytest.mark.parametrize("budget", [1, 40, 10_000])
+    def test_any_token_budget_equals_the_plain_loss(self, budget):
+        model = tiny_text_model()
+        columns = text_columns(model, 9, self.num_columns, seed=3)
+        self.assert_equals_plain(model, columns, FLOAT64_TOLERANCE, mini_batch_num_tokens=budget)
+
     def test_a_batch_of_one_equals_the_plain_loss(self):
         model, columns = _double_case(1, self.num_columns)
         value, found = self.step(self.make_loss(model), columns)
         expected_value, expected = self.step(self.make_plain_loss(model), columns)
         assert torch.allclose(value, expected_value, atol=FLOAT64_TOLERANCE)
-        found, expected = _of_model(found), _of_model(expected)
+        found, expected = self.comparable(found), self.comparable(expected)
         difference = {name: found[name] - expected[name] for name in expected}
         assert max(float(x.abs().max()) for x in difference.values()) <= FLOAT64_TOLERANCE
-
-    @pytest.mark.parametrize("budget", [1, 40, 10_000])
-    def test_a_token_budget_equals_the_plain_loss(self, budget):
-        model = tiny_text_model()
-        columns = text_columns(model, 9, self.num_columns, seed=3)
-        self.assert_equals_plain(model, columns, FLOAT64_TOLERANCE, mini_batch_num_tokens=budget)
 
     @pytest.mark.parametrize("sort_by_length", [True, False])
     def test_left_padding_equals_the_plain_loss(self, sort_by_length):
@@ -138,7 +277,7 @@ class LossCheckCase(ABC):
         _, expected = self.step(self.make_plain_loss(copy.deepcopy(model)), columns)
         model[0].model.gradient_checkpointing_enable({"use_reentrant": False})
         _, found = self.step(self.make_loss(model, mini_batch_size=2), columns)
-        assert relative_error(_of_model(found), _of_model(expected)) <= FLOAT32_TOLERANCE
+        assert relative_error(self.comparable(found), self.comparable(expected)) <= FLOAT32_TOLERANCE
 
     def test_lora_trains_as_with_the_plain_loss(self):
         from peft import LoraConfig, inject_adapter_in_model
@@ -151,17 +290,7 @@ class LossCheckCase(ABC):
             model, text_columns(model, 5, self.num_columns, seed=8), FLOAT64_TOLERANCE, mini_batch_size=2
         )
 
-    @pytest.mark.parametrize("weights", [None, [1.0, 0.25]])
-    def test_matryoshka_over_it_equals_matryoshka_over_the_plain_loss(self, weights):
-        model, columns = _double_case(5, self.num_columns)
-        plain = MatryoshkaLoss(model, self.make_plain_loss(model), [16, 8], weights)
-        expected, expected_gradients = self.step(plain, columns)
-        cached = MatryoshkaLoss(model, self.make_loss(model, mini_batch_size=2), [16, 8], weights)
-        found, found_gradients = self.step(cached, columns)
-        assert torch.allclose(found, expected, rtol=FLOAT64_TOLERANCE)
-        assert relative_error(_of_model(found_gradients), _of_model(expected_gradients)) <= FLOAT64_TOLERANCE
-
-    # --------------------------------------------------------------------------------------- how it replays
+    # ------------------------------------------------------------------------------------------- how it replays
 
     def test_replays_dropout_bit_for_bit_in_the_backward_pass(self):
         model = tiny_text_model(dropout=0.3)
@@ -174,46 +303,6 @@ class LossCheckCase(ABC):
         assert len(replayed) == len(collected) == 3 * self.num_columns
         assert all(any(torch.equal(first, second) for second in replayed) for first in collected)
         assert torch.equal(torch.get_rng_state(), before), "the replay leaves the global random state alone"
-
-    def test_dropout_gradients_are_those_of_the_masks_that_the_first_pass_drew(self):
-        model, columns = _double_case(4, self.num_columns, dropout=0.3)
-        loss = self.make_loss(model, mini_batch_size=4, sort_by_length=False)
-        plain = self.make_plain_loss(model)
-        torch.manual_seed(11)
-        _, found = self.step(loss, columns)
-        torch.manual_seed(11)  # with one mini-batch per column, the plain loss draws the same masks in the same order
-        with column_merging_disabled():
-            _, expected = self.step(plain, columns)
-        assert relative_error(_of_model(found), _of_model(expected)) <= FLOAT64_TOLERANCE
-
-    def test_two_forwards_before_one_backward_keep_their_own_batches(self):
-        model, first = _double_case(5, self.num_columns, seed=1)
-        _, second = _double_case(4, self.num_columns, seed=2)
-        loss = self.make_loss(model, mini_batch_size=2)
-        _, first_gradients = self.step(loss, first)
-        _, second_gradients = self.step(loss, second)
-        loss.zero_grad()
-        first_value = loss(copy_columns(first), self._labels(5))
-        second_value = loss(copy_columns(second), self._labels(4))
-        (first_value + 3 * second_value).backward()
-        expected = {name: first_gradients[name] + 3 * second_gradients[name] for name in first_gradients}
-        assert relative_error(gradients(loss), expected) <= FLOAT64_TOLERANCE
-
-    @pytest.mark.parametrize("scale", [0.5, 2.0**16])
-    def test_gradients_scale_with_the_outer_backward(self, scale):
-        model, columns = _double_case(5, self.num_columns)
-        loss = self.make_loss(model, mini_batch_size=2)
-        _, expected = self.step(loss, columns)
-        _, found = self.step(loss, columns, scale=scale)
-        assert relative_error(found, {k: scale * v for k, v in expected.items()}) <= FLOAT64_TOLERANCE
-
-    def test_gradients_accumulate_over_backwards(self):
-        model, columns = _double_case(5, self.num_columns)
-        loss = self.make_loss(model, mini_batch_size=2)
-        _, once = self.step(loss, columns)
-        for _ in range(2):
-            loss(copy_columns(columns), self._labels(5)).backward()
-        assert relative_error(gradients(loss), {k: 3 * v for k, v in once.items()}) <= FLOAT64_TOLERANCE
 
     def test_the_callers_features_are_left_untouched(self):
         model = tiny_text_model(include_prompt=False)
@@ -264,7 +353,7 @@ class LossCheckCase(ABC):
 
         loss.objective.value_and_cotangents = shrunk
         _, found = self.step(loss, columns, scale=1 / tiny)
-        assert relative_error(_of_model(found), _of_model(expected)) <= 1e-2
+        assert relative_error(self.comparable(found), self.comparable(expected)) <= 1e-2
 
     def test_an_overflowing_step_is_skipped_by_the_gradient_scaler(self):
         model = tiny_text_model()
@@ -282,34 +371,6 @@ class LossCheckCase(ABC):
         scaler.scale(loss(copy_columns(columns), self._labels(5))).backward()
         scaler.step(optimizer)
         assert any(not torch.equal(before[name], value) for name, value in model.state_dict().items())
-
-    def test_evaluation_without_gradients_gives_the_same_value_and_embeds_once(self):
-        model, columns = _double_case(5, self.num_columns)
-        loss = self.make_loss(model, mini_batch_size=2)
-        expected, _ = self.step(loss, columns)
-        seen = _record_embeddings(model)
-        with torch.no_grad():
-            value = loss(copy_columns(columns), self._labels(5))
-        assert torch.equal(value, expected) and not value.requires_grad
-        assert len(seen) == 3 * self.num_columns
-
-    def test_calculate_loss_is_differentiable_in_the_embeddings(self):
-        model, columns = _double_case(5, self.num_columns)
-        loss = self.make_loss(model)
-        embeddings = [model(column)["sentence_embedding"].detach() for column in copy_columns(columns)]
-
-        def value_and_grads(**kwargs: Any) -> tuple[Tensor, list[Tensor]]:
-            leaves = [list(x.clone().split(2)) for x in embeddings]
-            leaves = [[leaf.requires_grad_() for leaf in column] for column in leaves]
-            value = loss.calculate_loss(leaves, self._labels(5), **kwargs)
-            if not kwargs:
-                (2 * value).backward()
-            return value.detach(), [torch.cat([leaf.grad for leaf in column]) for column in leaves]
-
-        value, doubled = value_and_grads()
-        other, grads = value_and_grads(with_backward=True)
-        assert torch.equal(value, other)
-        assert all(torch.allclose(a, 2 * b, rtol=1e-12) for a, b in zip(doubled, grads, strict=True))
 
     def test_a_frozen_tower_is_embedded_once_and_the_other_trains(self):
         model = tiny_two_tower_model()
@@ -405,40 +466,7 @@ class LossCheckCase(ABC):
         self.step(self.make_loss(model, mini_batch_size=4, sort_by_length=False), columns)
         assert sorted_area < sum(rows * width for rows, width in widths)
 
-    def test_releases_its_state_after_the_backward(self):
-        model = tiny_text_model()
-        columns = text_columns(model, 5, self.num_columns)
-        loss = self.make_loss(model, mini_batch_size=2)
-        value = loss(columns, self._labels(5))
-        ids = weakref.ref(columns[0]["input_ids"])
-        value.backward()
-        del value, columns
-        gc.collect()
-        assert ids() is None
-
-    # ------------------------------------------------------------------------------------ as an object of ST
-
-    def test_deepcopies_and_pickles(self):
-        model, columns = _double_case(5, self.num_columns)
-        loss = self.make_loss(model, mini_batch_size=2)
-        expected, expected_gradients = self.step(loss, columns)
-        for copied in (copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))):
-            value, found = self.step(copied, columns)
-            assert torch.equal(value, expected)
-            assert relative_error(found, expected_gradients) <= FLOAT64_TOLERANCE
-
-    def test_the_configuration_is_plain_json_and_the_citation_bibtex(self):
-        loss = self.make_loss(tiny_text_model())
-        assert json.loads(json.dumps(loss.get_config_dict())) == loss.get_config_dict()
-        assert loss.citation.strip().startswith("@")
-
-    def test_adds_no_keys_to_the_models_state_dict(self):
-        model = tiny_text_model()
-        keys = set(model.state_dict())
-        self.make_loss(model)
-        assert set(model.state_dict()) == keys
-
-    # -------------------------------------------------------------------------------------------- bad input
+    # ------------------------------------------------------------------------------------------------ bad input
 
     @pytest.mark.parametrize("argument", ["mini_batch_size", "mini_batch_num_tokens"])
     @pytest.mark.parametrize(("value", "error"), [(0, ValueError), (-3, ValueError), (2.5, TypeError)])
@@ -485,9 +513,6 @@ class LossCheckCase(ABC):
         with pytest.raises(ValueError, match=r"did not use the input column\(s\) spare"):
             loss(columns, self._labels(4))
 
-    def _labels(self, rows: int) -> Tensor | None:
-        return self.make_labels(rows, 0)
-
 
 class _AdapterForOddRows(nn.Module):
     """The only trainable module of a model, and only for rows with an odd first word."""
@@ -532,6 +557,11 @@ class _RoundedTo(SentenceTransformer):
         features = super().forward(features, **kwargs)
         features["sentence_embedding"] = features["sentence_embedding"].to(self.rounded_to)
         return features
+
+
+def total(value: Tensor | dict[str, Tensor]) -> Tensor:
+    """The loss, of which a dict holds the parts, as the Trainer reads it."""
+    return sum(value.values()) if isinstance(value, dict) else value
 
 
 def _rows_of(columns: list[dict]) -> int:
