@@ -320,8 +320,8 @@ class MultiEncoderMMD(Objective):
             if students.shape != result.cotangents[name].shape:
                 raise ValueError(
                     f"gradient_students[{name!r}]: shape {list(students.shape)}, expected "
-                    f"{list(result.cotangents[name].shape)}: one row for each of gradient_student_indices, or all rows "
-                    "of the batch without them."
+                    f"{list(result.cotangents[name].shape)}: a row for each of gradient_student_indices, or all rows "
+                    "without them."
                 )
             if students.requires_grad:
                 tensors.append(students)
