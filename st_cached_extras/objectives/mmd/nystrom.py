@@ -190,7 +190,8 @@ class NystromReference(nn.Module):
         """
         if landmarks.ndim not in (2, 3):
             raise ValueError(f"landmarks: shape {list(landmarks.shape)}, expected [M, D], or [positions, M, D].")
-        blocks = landmarks.detach().double().reshape(-1, *landmarks.shape[-2:])  # [P, M, D]
+        blocks = landmarks.detach().double()
+        blocks = blocks if blocks.ndim == 3 else blocks[None]  # [P, M, D]
         center = blocks.mean(dim=1)  # any would do: a kernel of distances does not see it
         P, _, D = blocks.shape
         count = len(make_kernel(kernel, scales).scales)
@@ -271,6 +272,7 @@ class NystromReference(nn.Module):
 
     def _check(self) -> None:
         """A ValueError unless all parts fit each other."""
+        check_layout(self.layout, "sample_shape", (1, 1) if self.sample_shape is None else self.sample_shape)
         if self.landmarks.ndim != 3 or 0 in self.landmarks.shape:
             raise ValueError(
                 f"landmarks: shape {list(self.landmarks.shape)}, expected [blocks, M, D], none of them 0."
@@ -297,9 +299,7 @@ class NystromReference(nn.Module):
         if self.layout != "per_token" and P != 1:
             raise ValueError(f"landmarks: {P} blocks, expected 1 with layout={self.layout!r}. Is it 'per_token'?")
         if self.sample_shape is None:
-            check_layout(self.layout, "sample_shape", (1, 1))
             return
-        check_layout(self.layout, "sample_shape", self.sample_shape)
         width = torch.Size(self.sample_shape).numel() if self.layout == "flatten" else self.sample_shape[-1]
         if width + self.condition_size != J or (self.layout == "per_token" and self.sample_shape[0] != P):
             raise ValueError(
