@@ -180,9 +180,7 @@ def check_cacheable(loss: Any) -> None:
     """Raise, saying why and what to do instead, unless a loss can be cached as it is."""
     name = type(loss).__name__
     if not isinstance(loss, nn.Module):
-        raise TypeError(
-            f"loss must be a loss module constructed with the model to train, got {loss!r} of type {name}."
-        )
+        raise TypeError(f"loss must be a loss that was constructed with the model to train, got {loss!r}.")
     if isinstance(loss, (MatryoshkaLoss, AdaptiveLayerLoss)):
         way_out = (
             f"Put the cache inside: MatryoshkaLoss(model, CachedLoss({type(loss.loss).__name__}(model)), ...)."
@@ -202,9 +200,9 @@ def check_cacheable(loss: Any) -> None:
     if not computes_from_embeddings(loss):
         raise TypeError(
             f"{name} cannot be cached: it has no method compute_loss_from_embeddings(embeddings, labels), so its "
-            "value comes from forward passes of its own, not from embeddings that are already there. Losses with a second "
-            "trained model or a decoder (ContrastiveTensionLoss, DenoisingAutoEncoderLoss) are of this kind: use them "
-            "without a cache. In a loss of your own, move what follows the embedding into such a method."
+            "value comes from forward passes of its own, not from embeddings that are already there. Losses with a "
+            "second trained model or a decoder (ContrastiveTensionLoss, DenoisingAutoEncoderLoss) are of this kind: "
+            "use them without a cache. In a loss of your own, move what follows the embedding into such a method."
         )
 
 

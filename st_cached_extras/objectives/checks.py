@@ -14,6 +14,29 @@ _NAMES = (
 )
 
 
+def check_embeddings(features: Mapping[str, Tensor]) -> None:
+    """Features are floating point, [B, D] each, with one B; if not, a TypeError or ValueError."""
+    if not features:
+        raise ValueError("features: none, expected at least one column. Give every input column its embeddings.")
+    first, anchor = next(iter(features.items()))
+    for name, column in features.items():
+        if not column.is_floating_point():
+            raise TypeError(
+                f"features[{name!r}]: dtype {column.dtype}, expected a floating-point dtype. Give embeddings, not ids."
+            )
+        if column.ndim != 2 or 0 in column.shape:
+            raise ValueError(
+                f"features[{name!r}]: shape {tuple(column.shape)}, expected [B, D] with at least one row and one "
+                "dimension. Give one embedding vector per row: pool token embeddings first, skip an empty batch."
+            )
+        if len(column) != len(anchor):
+            raise ValueError(
+                f"features[{name!r}]: rows differ, shape {tuple(column.shape)}, expected {len(anchor)} rows as "
+                f"{first!r} of shape {tuple(anchor.shape)}. Row i of every column belongs to row i of the dataset: "
+                "give every row one text, image or clip per column."
+            )
+
+
 def check_columns(features: Mapping[str, Tensor]) -> list[str]:
     """The names of input columns in their order in the dataset.
 
@@ -32,23 +55,7 @@ def check_columns(features: Mapping[str, Tensor]) -> list[str]:
     if unknown or "anchor" not in features:
         problem = f"unknown {unknown}" if unknown else "missing ['anchor']"
         raise ValueError(f"features: {problem} among {list(features)}, {_NAMES}")
-    anchor = features["anchor"]
-    for name, column in features.items():
-        if not column.is_floating_point():
-            raise TypeError(
-                f"features[{name!r}]: dtype {column.dtype}, expected a floating-point dtype. Give embeddings, not ids."
-            )
-        if column.ndim != 2 or 0 in column.shape:
-            raise ValueError(
-                f"features[{name!r}]: shape {tuple(column.shape)}, expected [B, D] with at least one row and one "
-                "dimension. Give one embedding vector per row: pool token embeddings first, skip an empty batch."
-            )
-        if len(column) != len(anchor):
-            raise ValueError(
-                f"features[{name!r}]: rows differ, shape {tuple(column.shape)}, expected {len(anchor)} rows as "
-                f"'anchor' of shape {tuple(anchor.shape)}. Row i of every column belongs to row i of the dataset: "
-                "give every row one text, image or clip per column."
-            )
+    check_embeddings(features)
     in_order = sorted(filter(negatives.get, features), key=lambda name: int(name[9:]))
     return ["anchor", *(["positive"] if "positive" in features else []), *in_order]
 
@@ -83,6 +90,19 @@ def check_widths(features: Mapping[str, Tensor]) -> None:
                 f"features[{name!r}]: dimensions differ, shape {tuple(features[name].shape)}, expected [B, {width}] "
                 f"as {first!r}. All columns are scored against each other: give embeddings from encoders of one width."
             )
+
+
+def check_labels(labels: Tensor | None, count: int, *, what: str) -> None:
+    """Labels are a tensor with one entry for each of ``count`` rows; if not, a TypeError or ValueError."""
+    if not isinstance(labels, Tensor):
+        raise TypeError(
+            f"labels: found {'None' if labels is None else type(labels).__name__}, expected {what}. Give the dataset "
+            "a column 'label'."
+        )
+    if not labels.ndim or len(labels) != count:
+        raise ValueError(
+            f"labels: shape {tuple(labels.shape)}, expected {what} for each of {count} rows. Give every row a label."
+        )
 
 
 def check_rows(rows: Tensor | None, count: int) -> None:

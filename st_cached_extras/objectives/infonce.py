@@ -10,24 +10,23 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from sentence_transformers.util import cos_sim, similarity_fct_name
+from sentence_transformers.util import cos_sim
 from torch import Tensor, nn
 
-from st_cached_extras.distributed.world import World
-from st_cached_extras.objectives.base import Objective, ObjectiveResult, compute_dtype
-from st_cached_extras.objectives.checks import check_ranking_features, check_rows
-from st_cached_extras.objectives.infonce_autograd import AutogradScores
-from st_cached_extras.objectives.similarity import (
-    ProductScores,
-    ScoreBlock,
-    Scores,
-    is_cosine,
-    is_dot,
-    resolve_similarity,
+from st_cached_extras.objectives.checks import check_labels, check_ranking_features
+from st_cached_extras.objectives.contrastive import (
+    ContrastiveObjective,
+    Evaluation,
+    check_number,
+    exponentiate,
+    negligible,
+    own_entries,
+    same_group,
 )
+from st_cached_extras.objectives.similarity import ScoreBlock, Scores
 
 logger = logging.getLogger(__name__)
 
@@ -35,13 +34,6 @@ Direction = Literal["query_to_doc", "query_to_query", "doc_to_query", "doc_to_do
 DIRECTIONS = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
 PARTITION_MODES = ("joint", "per_direction")
 HARDNESS_MODES = (None, "in_batch_negatives", "hard_negatives", "all_negatives")
-
-CHUNK_BYTES = 16 * 2**20
-CHUNK_ROWS = (16, 512)
-SAFE_EXPONENT = 40.0  # exp(±40) and sums of millions of them are normal fp32 numbers: no maximum to subtract
-# Below exp(this share of the smallest normal number's logarithm), e⁻⁶¹ in fp32, a factor is taken as 0: its products
-# would be subnormal numbers, which make a matrix product up to 15 times slower.
-NEGLIGIBLE = 0.7
 
 
 @dataclass(frozen=True)
@@ -59,13 +51,13 @@ class Softmax:
     copies: int
 
 
-class InfoNCE(Objective):
+class InfoNCE(ContrastiveObjective):
     """Each query's positive document against all other candidates of the batch, of all ranks.
 
     Notation: q, d rows of the features; u = q/|q|, v = d/|d| for the cosine, u = q, v = d for the inner product;
-    s the scale; row i has the positive logit p_i = s·u_i·v_i and the negative logits l_ij of its directions:
-    s·u_i·v_j (query_to_doc), s·u_i·u_j (query_to_query), s·v_i·u_j (doc_to_query), s·v_i·v_j (doc_to_doc, documents of
-    the same query left out). With n_i = Σ_j exp(l_ij) over negatives only and c the number of times that the positive
+    s the scale; row i has the positive logit p_i = s·(u_i·v_i − margin) and the negative logits l_ij of its
+    directions: s·u_i·v_j (query_to_doc), s·u_i·u_j (query_to_query), s·v_i·u_j (doc_to_query), s·v_i·v_j (doc_to_doc,
+    documents of the same query left out). With n_i = Σ_j exp(l_ij) over negatives only and c the number of times that the positive
     stands in the sum (twice in ``joint`` with doc_to_query, else once)::
 
         loss_i   = log(c·exp(p_i) + n_i) − p_i = log(c + exp(x_i)),   x_i = log n_i − p_i
@@ -75,15 +67,14 @@ class InfoNCE(Objective):
     Keeping the positive out of the sum is what makes value and derivative right at tiny losses too: softmax − 1 would
     cancel. ``per_direction`` takes the mean over directions of such losses, each with its own sum. Hardness weighting
     (Lan et al., arXiv 2503.04812, Eq. 5) adds strength × similarity, held constant, to logits of query_to_doc: the
-    factor in dl stays s.
+    factor in dl stays s. The margin is that of additive margin softmax (Yang et al., arXiv 1902.08564, Eq. 5).
 
-    Arithmetic is fp32 (fp64 for fp64 features) with autocast off; torch's global TF32 setting applies as everywhere.
-    Beyond features, one normalised copy of all ranks' and the cotangents, memory is one chunk of scores.
+    Features: "anchor", "positive" and any number of "negative_1", "negative_2", ...; row i's positive is
+    "positive"[i].
 
     Args:
         scale: s, the inverse temperature.
-        similarity_fct: ``cos_sim``, ``dot_score`` or ``model.similarity``. Any other function (a [n, D], b [m, D]) →
-            [n, m] that scores each pair by itself works too, its own derivative taken by autograd, chunk by chunk.
+        similarity_fct: see :class:`ContrastiveObjective`.
         directions: which candidates stand in the sum; "query_to_doc" always.
         partition_mode: "joint", one sum, or "per_direction" for "query_to_doc" and "doc_to_query".
         hardness_mode: which negatives of query_to_doc are penalised: "in_batch_negatives" (all but the row's own),
@@ -91,6 +82,9 @@ class InfoNCE(Objective):
         hardness_strength: the factor of the penalty, at least 0.
         learnable_scale: train s, as its logarithm, a parameter ``log_scale`` that starts at log(scale).
         chunk_size: rows of scores alive at a time; None for what fits 16 MiB, between 16 and 512.
+        labels_as_groups: labels [B] are group ids: rows of one group are never each other's negatives, in no direction
+            and with none of their columns; a row's own hard negatives stay. Without it, labels are ignored.
+        margin: how far a positive's similarity must exceed the others', in units of the similarity, at least 0.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -107,128 +101,85 @@ class InfoNCE(Objective):
         hardness_strength: float = 0.0,
         learnable_scale: bool = False,
         chunk_size: int | None = None,
+        labels_as_groups: bool = False,
+        margin: float = 0.0,
     ) -> None:
-        super().__init__()
-        self.log_scale: nn.Parameter | None
-        self.register_parameter("log_scale", None)
-        self.scale = scale
-        self.similarity_fct = similarity_fct
+        super().__init__(scale, similarity_fct, learnable_scale, chunk_size)
         self.directions = (directions,) if isinstance(directions, str) else tuple(directions)
         self.partition_mode = partition_mode
         self.hardness_mode = hardness_mode
         self.hardness_strength = hardness_strength
-        self.chunk_size = chunk_size
+        self.labels_as_groups = labels_as_groups
+        self.margin = margin
         _check_options(self)
-        if learnable_scale:
-            self.log_scale = nn.Parameter(torch.tensor(math.log(scale)))
 
-    @property
-    def scale(self) -> float:
-        """s, the inverse temperature; if it is learned, as it stands now."""
-        return self._scale if self.log_scale is None else self.log_scale.exp().item()
+    def options(self) -> dict[str, Any]:
+        return {
+            **super().options(),
+            "directions": list(self.directions),
+            "partition_mode": self.partition_mode,
+            "hardness_mode": self.hardness_mode,
+            "hardness_strength": self.hardness_strength,
+            "labels_as_groups": self.labels_as_groups,
+            "margin": self.margin,
+        }
 
-    @scale.setter
-    def scale(self, scale: float) -> None:
-        self._scale = scale
-        if self.log_scale is not None:
-            self.log_scale.data.fill_(math.log(scale))
+    def _column_order(self, features: Mapping[str, Tensor]) -> list[str]:
+        """The documents first, the anchor last, so that every direction's keys are one slice of them."""
+        return check_ranking_features(features)
 
-    def extra_repr(self) -> str:
-        scale = self.scale if self.log_scale is None else "learnable"
-        return (
-            f"scale={scale}, similarity_fct={similarity_fct_name(self.similarity_fct)}, "
-            f"directions={self.directions}, partition_mode={self.partition_mode!r}, "
-            f"hardness_mode={self.hardness_mode!r}, hardness_strength={self.hardness_strength}, "
-            f"chunk_size={self.chunk_size}"
-        )
+    def _read_labels(self, labels: Tensor | None, count: int, columns: int) -> Tensor | None:
+        return read_groups(labels, count) if self.labels_as_groups else None
 
-    def value_and_cotangents(
-        self,
-        features: Mapping[str, Tensor],
-        *,
-        labels: Tensor | None = None,
-        reference: Mapping[str, Tensor] | None = None,
-        rows: Tensor | None = None,
-        world: World | None = None,
-    ) -> ObjectiveResult:
-        """Evaluate the loss and d loss / d features.
-
-        Args:
-            features: "anchor", "positive" and any number of "negative_1", "negative_2", ..., each [B, D], floating
-                point; the same names and D on every rank.
-            labels: ignored: row i's positive is "positive"[i].
-            reference: ignored.
-            rows: int64 [b], local rows whose cotangents are wanted (on all ranks or on none); None for all.
-            world: the ranks that share the batch; None for this rank alone.
-
-        Returns:
-            An :class:`ObjectiveResult`: loss, a scalar, and cotangents, [b, D] per name, in fp32 or fp64.
-
-        Raises:
-            TypeError: features that are not floating point, or rows that are not int64.
-            ValueError: names, row counts or widths that do not fit; rows outside the batch.
-        """
-        names = check_ranking_features(features)
-        check_rows(rows, len(features["anchor"]))
-        world = World() if world is None else world
-        columns = [features[name] for name in names]
-        rows = None if rows is None else rows.to(columns[0].device)
-        with torch.no_grad(), torch.autocast(columns[0].device.type, enabled=False):
-            loss, cotangents, parameter_cotangents = self._evaluate(columns, rows, world, compute_dtype(features))
-        # In the features' own order of names.
-        cotangents = dict(zip(names, cotangents, strict=True))
-        return ObjectiveResult(loss, {name: cotangents[name] for name in features}, parameter_cotangents)
-
-    def _evaluate(
-        self, columns: list[Tensor], rows: Tensor | None, world: World, dtype: torch.dtype
-    ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
-        """``columns``: the documents' first, the anchor last, so that every direction's keys are one slice of them."""
-        scores = self._scores(columns, rows, world, dtype)
-        softmaxes = self._softmaxes(len(columns))
-        B, N, width = scores.count, scores.keys.shape[1], softmaxes[-1].part.stop
-        chunk = min(B, self.chunk_size or _chunk_rows(width * N * dtype.itemsize))
-        logits = scores.keys.new_empty(chunk, width * N)
+    def _evaluate(self, scores: Scores, labels: Tensor | None) -> Evaluation:
+        columns, N, _ = scores.keys.shape
+        softmaxes = self._softmaxes(columns)
         loss = scores.keys.new_zeros(())
         s = self.scale
-        for begin in range(0, B, chunk):
-            end = min(begin + chunk, B)
-            loss += self._chunk(s, scores, softmaxes, logits[: end - begin], begin, end)
-        parameter_cotangents = {name: world.all_reduce(g) for name, g in scores.parameter_gradients.items()}
-        if scores.log_scale_gradient is not None:
-            parameter_cotangents["log_scale"] = world.all_reduce(scores.log_scale_gradient)
-        return world.all_reduce(loss), scores.cotangents(), parameter_cotangents
+        for begin, end, logits in self._chunks(scores, softmaxes[-1].part.stop * N):
+            loss += self._chunk(s, scores, softmaxes, labels, logits, begin, end)
+        return Evaluation(loss)
 
     def _chunk(
-        self, s: float, scores: Scores, softmaxes: list[Softmax], logits: Tensor, begin: int, end: int
+        self,
+        s: float,
+        scores: Scores,
+        softmaxes: list[Softmax],
+        labels: Tensor | None,
+        logits: Tensor,
+        begin: int,
+        end: int,
     ) -> Tensor:
         """Own rows ``begin`` to ``end`` forth and back; returns their share of the loss. ``logits`` is scratch."""
-        alpha, N = self._alpha(), scores.keys.shape[1]
-        negligible = NEGLIGIBLE * math.log(torch.finfo(logits.dtype).tiny)
+        N = scores.keys.shape[1]
+        smallest = negligible(logits.dtype)
         own = {}
         for block in (block for softmax in softmaxes for block in softmax.blocks):
             out = logits[:, block.part.start * N : block.part.stop * N]  # [b, k·N]
             scores.forward(block, begin, end, self._factor(block.name, s), out)
-            # Entries of row i at key rows i: the diagonal of the square at this chunk's own rows, a view.
-            square = out.unflatten(1, (-1, N))[..., scores.offset + begin : scores.offset + end]  # [b, k, b]
-            own[block.name] = square.diagonal(dim1=0, dim2=2)  # [k, b]
-        positive = own["query_to_doc"][0] * (s / self._factor("query_to_doc", s))  # p, never penalised, [b]
+            own[block.name] = own_entries(out, scores, begin, end)  # [k, b]
+        positive = own["query_to_doc"][0] * (s / self._factor("query_to_doc", s)) - s * self.margin  # p, [b]
         self._mask(own, s)
+        if labels is not None:
+            others = same_group(labels, scores, begin, end)  # [b, N]
+            own_entries(others, scores, begin, end).fill_(False)
+            logits.unflatten(1, (-1, N)).masked_fill_(others[:, None], -torch.inf)
 
         loss = logits.new_zeros(())
         for softmax in softmaxes:
             E = logits[:, softmax.part.start * N : softmax.part.stop * N]  # [b, columns·N]
-            m = logits.new_zeros(())
-            if (s + alpha) * scores.bound > SAFE_EXPONENT:
-                m = E.amax(dim=1).clamp_min_(torch.finfo(E.dtype).min)  # finite in a row without negatives, [b]
-                nn.functional.threshold_(E.sub_(m[:, None]), negligible, -torch.inf)
-            n = E.exp_().sum(dim=1)  # Σ_j exp(l_j − m), [b]
+            m = exponentiate(E, (s + self._alpha()) * scores.bound + s * self.margin)
+            m = m.squeeze(-1) if m.ndim else m  # [b] or []
+            n = E.sum(dim=1)  # Σ_j exp(l_j − m), [b]
             x = n.log() + m - positive
             loss_i = torch.logaddexp(x, x.new_tensor(math.log(softmax.copies)))  # log(c + exp(x)), exact when tiny
             # r = exp(m − log Z) makes E the derivative; it is left to the rows, which are narrower than the chunk.
-            r = nn.functional.threshold_(torch.exp(m - positive - loss_i), math.exp(negligible), 0.0)
+            r = nn.functional.threshold_(torch.exp(m - positive - loss_i), math.exp(smallest), 0.0)
             own[softmax.blocks[0].name][0] = -n
             share = 1.0 / (N * len(softmaxes))
             loss += loss_i.sum() * share
+            if scores.log_scale_gradient is not None:
+                scores.log_scale_gradient += (n * r).sum() * (s * share * self.margin)
             for block in softmax.blocks:
                 derivative = logits[:, block.part.start * N : block.part.stop * N]
                 scores.backward(block, begin, end, derivative, r * (s * share))
@@ -254,17 +205,6 @@ class InfoNCE(Objective):
         penalised = direction == "query_to_doc" and self.hardness_mode in ("in_batch_negatives", "all_negatives")
         return s + self.hardness_strength if penalised else s
 
-    def _scores(self, columns: list[Tensor], rows: Tensor | None, world: World, dtype: torch.dtype) -> Scores:
-        similarity_fct = resolve_similarity(self.similarity_fct)
-        if is_cosine(similarity_fct) or is_dot(similarity_fct):
-            scores: Scores = ProductScores(columns, rows, world, dtype, normalize=is_cosine(similarity_fct))
-        else:
-            parameters = {name: p for name, p in self.named_parameters() if p.requires_grad and name != "log_scale"}
-            scores = AutogradScores(columns, rows, world, dtype, similarity_fct=similarity_fct, parameters=parameters)
-        if self.log_scale is not None and self.log_scale.requires_grad:
-            scores.log_scale_gradient = scores.keys.new_zeros(())
-        return scores
-
     def _softmaxes(self, columns: int) -> list[Softmax]:
         """The directions' blocks side by side in the chunk, in the order of DIRECTIONS, and who shares a sum."""
         documents, queries = slice(0, columns - 1), slice(columns - 1, columns)
@@ -281,31 +221,30 @@ class InfoNCE(Objective):
         return [Softmax(tuple(blocks), slice(0, start), copies=2 if "doc_to_query" in self.directions else 1)]
 
 
-def _chunk_rows(row_bytes: int) -> int:
-    """Rows of scores that fit the budget, within the range where the products are efficient."""
-    fewest, most = CHUNK_ROWS
-    return max(fewest, min(most, CHUNK_BYTES // row_bytes))
+def read_groups(labels: Tensor | None, count: int) -> Tensor:
+    """Group ids [B] of any dtype, from labels [B] or [B, 1]; an error if they are none."""
+    check_labels(labels, count, what="a group id")
+    if labels.numel() != count:
+        raise ValueError(
+            f"labels: shape {tuple(labels.shape)}, expected one group id for each of {count} rows. Give a column "
+            "'label' of integers, the same for rows that belong together."
+        )
+    labels = labels.flatten()
+    return labels.to(torch.uint8) if labels.dtype == torch.bool else labels
 
 
 def _check_options(loss: InfoNCE) -> None:
-    for name in ("scale", "hardness_strength"):
-        value = getattr(loss, name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise TypeError(f"{name}: found {value!r}, expected a number. Give a float, such as {name}=20.0.")
-    if not 0 < loss.scale < math.inf:
-        raise ValueError(
-            f"scale: found {loss.scale}, expected a positive finite number. It is 1 / temperature: 20.0 suits the "
-            "cosine, 1.0 the inner product."
-        )
+    check_number("hardness_strength", loss.hardness_strength)
+    check_number("margin", loss.margin)
     if not 0 <= loss.hardness_strength < math.inf:
         raise ValueError(
             f"hardness_strength: found {loss.hardness_strength}, expected a finite number of at least 0. "
             "Give 0.0 or hardness_mode=None for no penalty."
         )
-    if not callable(loss.similarity_fct):
-        raise TypeError(
-            f"similarity_fct: found {loss.similarity_fct!r}, expected a function of two batches of embeddings. Give "
-            "sentence_transformers.util.cos_sim or dot_score, or model.similarity."
+    if not 0 <= loss.margin < math.inf:
+        raise ValueError(
+            f"margin: found {loss.margin}, expected a finite number of at least 0. It is in units of the similarity: "
+            "0.1 to 0.3 suits the cosine, 0.0 is none."
         )
     unknown = [direction for direction in loss.directions if direction not in DIRECTIONS]
     if unknown or "query_to_doc" not in loss.directions:
@@ -332,11 +271,4 @@ def _check_options(loss: InfoNCE) -> None:
         logger.warning(
             f"hardness_mode={loss.hardness_mode!r} has no effect with hardness_strength=0.0. Set hardness_strength to "
             "a positive value, or hardness_mode to None."
-        )
-    if loss.chunk_size is not None and (
-        isinstance(loss.chunk_size, bool) or not isinstance(loss.chunk_size, int) or loss.chunk_size < 1
-    ):
-        raise ValueError(
-            f"chunk_size: found {loss.chunk_size!r}, expected a positive int or None. Give None to have it chosen "
-            "from a memory budget."
         )

@@ -326,7 +326,7 @@ def test_the_closed_form_is_taken_for_every_name_of_the_cosine(monkeypatch) -> N
     def refuse(*_, **__):
         raise AssertionError("fell back to autograd")
 
-    monkeypatch.setattr("st_cached_extras.objectives.infonce.AutogradScores", refuse)
+    monkeypatch.setattr("st_cached_extras.objectives.contrastive.AutogradScores", refuse)
     features = random_features(4, 3, 0, seed=5)
     for similarity_fct in (cos_sim, pytorch_cos_sim, dot_score, Model("cosine").similarity):
         InfoNCE(similarity_fct=similarity_fct).value_and_cotangents(features)
@@ -342,12 +342,12 @@ def test_one_process_gathers_nothing() -> None:
 
 
 def test_default_chunk_shrinks_as_columns_grow() -> None:
-    from st_cached_extras.objectives.infonce import _chunk_rows
+    from st_cached_extras.objectives.contrastive import chunk_rows
 
-    assert _chunk_rows(4 * 1024) == 512
-    assert _chunk_rows(4 * 16384) == 256
-    assert _chunk_rows(4 * 2 * 16384) == 128
-    assert _chunk_rows(4 * 10**7) == 16
+    assert chunk_rows(4 * 1024) == 512
+    assert chunk_rows(4 * 16384) == 256
+    assert chunk_rows(4 * 2 * 16384) == 128
+    assert chunk_rows(4 * 10**7) == 16
 
 
 @pytest.mark.parametrize(
