@@ -55,6 +55,7 @@ class FeatureGradientReplayResult:
         differentiated_samples: selected rows of this rank.
         reference_samples: current-reference rows of this rank.
         world_size: number of ranks.
+        metrics: what the objective says of itself, detached scalars by name.
         metadata: all of the numbers above and the selection's seed and step, as plain numbers and strings.
     """
 
@@ -72,6 +73,7 @@ class FeatureGradientReplayResult:
     differentiated_samples: int
     reference_samples: int
     world_size: int
+    metrics: dict[str, Tensor] = field(default_factory=dict)
     metadata: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -257,6 +259,7 @@ class FeatureGradientReplay:
             differentiated_samples=len(rows),
             reference_samples=collection.reference_count,
             world_size=self.world.size,
+            metrics=result.metrics,
             metadata=metadata,
         )
         return self._result
