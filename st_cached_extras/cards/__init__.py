@@ -1,6 +1,18 @@
 """Cards: what a trained model says of itself, in words, numbers and pictures."""
 
 from st_cached_extras.cards.figures import Retrieved, retrieval_figure
-from st_cached_extras.cards.model_card import ReplayModelCardData, command_line, describe_dataset
+from st_cached_extras.cards.generator_card import save_generator_card
+from st_cached_extras.cards.generator_figures import contact_sheet_figure, generator_curves_figure
+from st_cached_extras.cards.model_card import ReplayModelCardData, command_line, describe_dataset, markdown_table
 
-__all__ = ["ReplayModelCardData", "Retrieved", "command_line", "describe_dataset", "retrieval_figure"]
+__all__ = [
+    "ReplayModelCardData",
+    "Retrieved",
+    "command_line",
+    "contact_sheet_figure",
+    "describe_dataset",
+    "generator_curves_figure",
+    "markdown_table",
+    "retrieval_figure",
+    "save_generator_card",
+]

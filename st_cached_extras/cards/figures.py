@@ -60,6 +60,11 @@ def retrieval_figure(
     _draw_gallery(gallery, retrieved, captions_are)
     _draw_curves(curves, ranks, num_clips, max_k)
 
+    return save_png(figure, path)
+
+
+def save_png(figure: Figure, path: str | os.PathLike) -> Path:
+    """Saves a figure, whole or not at all, and returns its path."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -85,7 +90,7 @@ def _draw_gallery(figure: SubFigure | Figure, retrieved: Sequence[Retrieved], ca
         axes[row, 0].text(
             -0.035,
             0.5,
-            _wrap(caption),
+            wrap_caption(caption),
             transform=axes[row, 0].transAxes,
             ha="right",
             va="center",
@@ -94,7 +99,7 @@ def _draw_gallery(figure: SubFigure | Figure, retrieved: Sequence[Retrieved], ca
         )
         for axis, clip, is_right in zip(axes[row], clips, right, strict=False):
             axis.axis("on")
-            axis.imshow(_strip(clip), interpolation="nearest")
+            axis.imshow(strip(clip), interpolation="nearest")
             axis.set(xticks=[], yticks=[])
             for spine in axis.spines.values():
                 spine.set(color=RIGHT if is_right else WRONG, linewidth=4 if is_right else 2)
@@ -130,7 +135,7 @@ def _recall(ranks: np.ndarray, k: np.ndarray) -> np.ndarray:
     return (np.asarray(ranks)[:, None] < k).mean(axis=0)  # [max_k]
 
 
-def _strip(clip: np.ndarray) -> np.ndarray:
+def strip(clip: np.ndarray) -> np.ndarray:
     """Some frames of a clip side by side, in time order, a thin white line between: [height, width', 3]."""
     chosen = clip[np.linspace(0, len(clip) - 1, STRIP_FRAMES).round().astype(int)]
     line = np.full((clip.shape[1], max(1, clip.shape[2] // 56), 3), 255, np.uint8)
@@ -138,5 +143,6 @@ def _strip(clip: np.ndarray) -> np.ndarray:
     return np.concatenate(parts, axis=1)
 
 
-def _wrap(caption: str, width: int = 24, lines: int = 3) -> str:
+def wrap_caption(caption: str, width: int = 24, lines: int = 3) -> str:
+    """A caption in a few short lines."""
     return "\n".join(textwrap.wrap(caption, width, max_lines=lines, placeholder=" …"))

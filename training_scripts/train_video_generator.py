@@ -1,0 +1,213 @@
+"""Trains a small generator of captioned clips by matching distributions under frozen encoders.
+
+    python training_scripts/train_video_generator.py
+
+needs no download and some minutes on two CPU cores. It trains a judge and a small video encoder on real clips, sums
+up real clips under every encoder, and then trains the generator, without a discriminator or a teacher: a batch of
+clips is drawn without a graph, compared with the real ones under all encoders, and a share of it is drawn again to be
+differentiated, one stage at a time. The folder output/video-generator/final gets the generator, its card and two
+figures; sample_video_generator.py draws more. Other encoders, from the Hub or from a folder:
+
+    python training_scripts/train_video_generator.py --encoders facebook/dinov2-small facebook/vjepa2-vitl-fpc64-256 \\
+        --dtype bfloat16 --mini_batch_size 4
+
+`accelerate launch training_scripts/train_video_generator.py` trains on several devices, `--resume` goes on from the
+last checkpoint. `--help` lists every argument.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import torch
+from accelerate import Accelerator
+from clip_classifier import load_classifier, save_classifier, train_classifier
+from generator_encoders import features_of, make_encoders, train_tower
+from generator_evaluation import GeneratorEvaluator
+from generator_progress import Progress, load_checkpoint, report, save_checkpoint
+from tiny_video_generator import TinyVideoGenerator, render, vocabulary
+from torch import Tensor
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from transformers import HfArgumentParser, get_cosine_schedule_with_warmup, set_seed
+
+from st_cached_extras.data import moving_shapes
+from st_cached_extras.data.moving_shapes import COLOURS, SHAPES
+from st_cached_extras.objectives.mmd import EncoderBalance, MultiEncoderMMD, NystromReference
+from st_cached_extras.replay import FeatureGradientReplay, Stage, Staged
+
+READ = {"shape": list(SHAPES), "colour": list(COLOURS)}  # what the judge reads off a clip
+
+
+@dataclass
+class Arguments:
+    output_dir: str = field(default="output/video-generator", metadata={"help": "Where everything goes."})
+    encoders: list[str] = field(
+        default_factory=lambda: ["tower", "convolution", "pixels"],
+        metadata={"help": "tower, convolution, pixels, or Hub ids and paths of image and video models."},
+    )
+    tower: str | None = field(default=None, metadata={"help": "A model of train_video_embedder.py, as the tower."})
+    dtype: str | None = field(default=None, metadata={"help": "In which loaded encoders compute, e.g. bfloat16."})
+    clips: int = field(default=2048, metadata={"help": "Real clips to train on."})
+    held_out_clips: int = field(default=448, metadata={"help": "Real clips to compare with, at most 448."})
+    steps: int = field(default=1000, metadata={"help": "Steps of the generator."})
+    batch_size: int = field(default=256, metadata={"help": "Clips per device that are matched at once."})
+    differentiated: int = field(default=64, metadata={"help": "Clips of them that are differentiated."})
+    mini_batch_size: int = field(default=32, metadata={"help": "Clips in memory at once."})
+    learning_rate: float = field(default=3e-3, metadata={"help": "Peak learning rate of Adam."})
+    warmup_steps: int = field(default=20, metadata={"help": "Steps of warm-up."})
+    ema: float = field(default=0.98, metadata={"help": "Share of the averaged weights that is kept each step."})
+    condition_weight: float = field(
+        default=0.5, metadata={"help": "How far apart captions are, in units of how far apart real clips are."}
+    )
+    scales: list[float] = field(
+        default_factory=lambda: [0.25, 0.5, 1.0, 2.0],
+        metadata={"help": "Bandwidths, in units of the median distance."},
+    )
+    landmarks: int = field(default=1024, metadata={"help": "Landmarks that sum up real clips."})
+    tower_steps: int = field(default=100, metadata={"help": "Steps of the tower."})
+    judge_steps: int = field(default=450, metadata={"help": "Steps of the judge."})
+    eval_steps: int = field(default=200, metadata={"help": "Steps between evaluations."})
+    save_steps: int = field(default=200, metadata={"help": "Steps between checkpoints."})
+    resume: bool = field(default=False, metadata={"help": "Go on from the last checkpoint in output_dir."})
+    seed: int = field(default=0, metadata={"help": "Of everything random."})
+    push_to_hub: str | None = field(default=None, metadata={"help": "Id of a private model to push the result to."})
+
+
+def main() -> None:
+    (args,) = HfArgumentParser(Arguments).parse_args_into_dataclasses()
+    accelerator = Accelerator()
+    set_seed(args.seed)
+    folder = Path(args.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+
+    # Real clips
+    train, train_captions = load_clips("train", args.clips, args.seed)
+    held_out, held_out_captions = load_clips("test", args.held_out_clips, args.seed)
+
+    # The judge, and the tower where it is wanted, are trained once
+    judge_file, tower = folder / "judge.safetensors", Path(args.tower or folder / "tower")
+    if not (args.resume and judge_file.is_file()):
+        judge = train_classifier(train, train_captions, READ, steps=args.judge_steps, seed=args.seed)
+        if accelerator.is_main_process:
+            save_classifier(judge, judge_file)
+    if "tower" in args.encoders and args.tower is None and not (args.resume and tower.is_dir()):
+        train_tower(train, train_captions, tower, steps=args.tower_steps, seed=args.seed)
+    accelerator.wait_for_everyone()
+    train, held_out = train.to(accelerator.device), held_out.to(accelerator.device)
+    judge = load_classifier(judge_file, READ).to(accelerator.device)
+    encoders = make_encoders(args.encoders, tower, dtype=args.dtype, mini_batch_size=args.mini_batch_size)
+    encoders = {name: encoder.to(accelerator.device) for name, encoder in encoders.items()}
+
+    # Generator
+    generator = TinyVideoGenerator(vocabulary(train_captions), frames=train.shape[1], side=train.shape[-1])
+    average = AveragedModel(generator, multi_avg_fn=get_ema_multi_avg_fn(args.ema)).to(accelerator.device)
+    optimizer = torch.optim.Adam(generator.parameters(), args.learning_rate, betas=(0.5, 0.95))
+    schedule = get_cosine_schedule_with_warmup(optimizer, args.warmup_steps, args.steps)
+    conditions = generator.condition(train_captions).to(accelerator.device)
+    generator, optimizer = accelerator.prepare(generator, optimizer)
+
+    # Objective: the joint law of features and captions, because a marginal one cannot teach what a caption asks for
+    references = {}
+    for name, x in features_of(encoders, train).items():
+        weight = args.condition_weight * spread(x) / spread(conditions)
+        references[name] = NystromReference.fit(
+            x, condition=conditions, condition_weight=weight, landmarks=args.landmarks, scales=args.scales, name=name
+        )
+    objective = MultiEncoderMMD(references)
+    evaluator = GeneratorEvaluator(
+        objective,
+        encoders,
+        judge,
+        held_out,
+        held_out_captions,
+        average.module.condition(held_out_captions).to(accelerator.device),
+        train[: len(held_out)],
+        batch_size=args.batch_size * accelerator.num_processes,
+    )
+    balance = EncoderBalance(evaluator.floors)
+    objective.set_weights(balance)
+
+    # Replay: the last clips of a batch are differentiated, which are as random as any
+    staged = Staged(
+        Stage("generator", generator),
+        Stage("renderer", partial(render, side=train.shape[-1])),
+        Stage("encoders", encoders),
+    )
+    replay = FeatureGradientReplay(
+        objective,
+        target_local_samples=args.batch_size,
+        differentiated_local_samples=args.differentiated,
+        selection="suffix",
+    )
+
+    progress = Progress(average, optimizer, schedule, replay, balance)
+    if args.resume:
+        load_checkpoint(folder, accelerator.unwrap_model(generator), progress)
+
+    # Training
+    while progress.step < args.steps:
+        if progress.step % args.eval_steps == 0:
+            progress.evaluate(evaluator)
+        noise, rows = draw(progress.step, accelerator.process_index, len(train), average.module.noise_size, args)
+        inputs = {"noise": noise.to(accelerator.device), "condition": conditions[rows]}
+        raw = train_step(replay, staged, generator, inputs, args)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        average.update_parameters(accelerator.unwrap_model(generator))
+        balance.update(raw)
+        progress.add(raw)
+        if progress.step % args.save_steps == 0 and accelerator.is_main_process:
+            save_checkpoint(folder, accelerator.unwrap_model(generator), progress)
+    progress.evaluate(evaluator)
+
+    if accelerator.is_main_process:
+        report(folder / "final", args, average.module, progress, evaluator, held_out)
+
+
+def train_step(
+    replay: FeatureGradientReplay,
+    staged: Staged,
+    generator: torch.nn.Module,
+    inputs: dict[str, Tensor],
+    args: Arguments,
+) -> dict[str, float]:
+    """Gradients of one batch, and the encoders' raw values."""
+    passes, captions = [], []
+    for begin in range(0, args.batch_size, args.mini_batch_size):
+        part = {name: x[begin : begin + args.mini_batch_size] for name, x in inputs.items()}
+        replayed = begin + args.mini_batch_size > args.batch_size - args.differentiated
+        passes.append(staged.collect(part, replayed=replayed))
+        captions.append({"condition": part["condition"]})
+        replay.add({**passes[-1].features, **captions[-1]})
+    result = replay.finalize()
+    replay.replay(lambda index: {**passes[index].replay(), **captions[index]}, model=generator)
+    replay.commit()
+    return {name.removeprefix("mmd/"): float(value) for name, value in result.metrics.items()}
+
+
+def load_clips(split: str, count: int, seed: int) -> tuple[Tensor, list[str]]:
+    """Clips of moving shapes, uint8 [N, T, 3, H, W], and their captions."""
+    data = moving_shapes(split, count, seed)
+    return torch.stack([torch.from_numpy(row["video"]).movedim(-1, 1) for row in data]), list(data["caption"])
+
+
+def draw(step: int, rank: int, count: int, noise_size: int, args: Arguments) -> tuple[Tensor, Tensor]:
+    """Noise [B, noise_size], and which training captions [B], of one step on one rank, whatever was drawn before."""
+    rng = torch.Generator().manual_seed((args.seed * 1_000_003 + step) * 1009 + rank)
+    rows = torch.randint(count, (args.batch_size,), generator=rng)
+    return torch.randn(args.batch_size, noise_size, generator=rng), rows
+
+
+def spread(x: Tensor) -> float:
+    """Root mean squared distance between two random rows."""
+    return float((2 * x.flatten(1).var(dim=0).sum()).sqrt())
+
+
+if __name__ == "__main__":
+    main()
