@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.util import cos_sim, similarity_fct_name
+from sentence_transformers.util import cos_sim
 from torch import Tensor
 
 from st_cached_extras.objectives.infonce import InfoNCE
@@ -54,8 +54,13 @@ class CachedInfoNCELoss(ReplayLoss):
         differentiated_samples: embed only so many rows (an int, or a share as a float) a second time, drawn anew at
             every step and weighted so that the expected gradient is that of all rows; None for all.
         selection_seed: seed of those draws.
+        defer_reduction: under FSDP2, ZeRO-2 and ZeRO-3, reduce gradients once a backward and not for every mini-batch;
+            every rank then holds the gradients of the whole model.
         learnable_scale: train the scale from the given one on (its logarithm, ``loss.objective.log_scale``). Save it
             with :class:`~st_cached_extras.ReplaySentenceTransformerTrainer`.
+        labels_as_groups: labels are group ids, and rows of one group are never each other's negatives. Without it,
+            labels are ignored, as in sentence-transformers.
+        margin: how far the similarity of the positive must exceed those of the negatives (additive margin softmax).
 
     Raises:
         TypeError: ``model`` is not a SentenceTransformer, or an argument is of the wrong type.
@@ -65,23 +70,26 @@ class CachedInfoNCELoss(ReplayLoss):
         - Representation Learning with Contrastive Predictive Coding: https://huggingface.co/papers/1807.03748
         - Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup:
           https://huggingface.co/papers/2101.06983
+        - Improving Multilingual Sentence Embedding using Bi-directional Dual Encoder with Additive Margin Softmax:
+          https://huggingface.co/papers/1902.08564
 
     Requirements:
         1. (anchor, positive) pairs, (anchor, positive, negative) triplets, or n-tuples with more negatives.
 
     Inputs:
-        +-------------------------------------------------+--------+
-        | Inputs                                          | Labels |
-        +=================================================+========+
-        | (anchor, positive) pairs                        | none   |
-        +-------------------------------------------------+--------+
-        | (anchor, positive, negative) triplets           | none   |
-        +-------------------------------------------------+--------+
-        | (anchor, positive, negative_1, ..., negative_n) | none   |
-        +-------------------------------------------------+--------+
+        +-------------------------------------------------+--------------------------------------------+
+        | Inputs                                          | Labels                                     |
+        +=================================================+============================================+
+        | (anchor, positive) pairs                        | none, or group ids with `labels_as_groups` |
+        +-------------------------------------------------+--------------------------------------------+
+        | (anchor, positive, negative) triplets           | none, or group ids with `labels_as_groups` |
+        +-------------------------------------------------+--------------------------------------------+
+        | (anchor, positive, negative_1, ..., negative_n) | none, or group ids with `labels_as_groups` |
+        +-------------------------------------------------+--------------------------------------------+
 
     Recommendations:
-        - Use ``BatchSamplers.NO_DUPLICATES``, so that no negative is a duplicate of the anchor or the positive.
+        - Use ``BatchSamplers.NO_DUPLICATES``, so that no negative is a duplicate of the anchor or the positive. Where
+          several rows share an answer without sharing a text, give them one group id and ``labels_as_groups=True``.
         - Set ``per_device_train_batch_size`` as high as the task profits from, and ``mini_batch_size`` as high as the
           memory allows.
 
@@ -128,7 +136,10 @@ class CachedInfoNCELoss(ReplayLoss):
         kept_graphs: float = 0.0,
         differentiated_samples: int | float | None = None,
         selection_seed: int = 0,
+        defer_reduction: bool = False,
         learnable_scale: bool = False,
+        labels_as_groups: bool = False,
+        margin: float = 0.0,
     ) -> None:
         objective = InfoNCE(
             scale=scale,
@@ -138,6 +149,8 @@ class CachedInfoNCELoss(ReplayLoss):
             hardness_mode=hardness_mode,
             hardness_strength=hardness_strength,
             learnable_scale=learnable_scale,
+            labels_as_groups=labels_as_groups,
+            margin=margin,
         )
         super().__init__(
             model,
@@ -150,6 +163,7 @@ class CachedInfoNCELoss(ReplayLoss):
             kept_graphs=kept_graphs,
             differentiated_samples=differentiated_samples,
             selection_seed=selection_seed,
+            defer_reduction=defer_reduction,
             show_progress_bar=show_progress_bar,
         )
 
@@ -163,18 +177,13 @@ class CachedInfoNCELoss(ReplayLoss):
         """The inverse scale."""
         return 1.0 / self.scale
 
+    def to_targets(self, labels: Tensor | None) -> tuple[Tensor | None, None]:
+        """The labels if they are group ids, else nothing."""
+        return labels if self.objective.labels_as_groups else None, None
+
     def get_config_dict(self) -> dict[str, Any]:
         """The configuration as plain JSON types, for the model card."""
-        return {
-            "scale": self.scale,
-            "learnable_scale": self.objective.log_scale is not None,
-            "similarity_fct": similarity_fct_name(self.objective.similarity_fct),
-            "directions": list(self.objective.directions),
-            "partition_mode": self.objective.partition_mode,
-            "hardness_mode": self.objective.hardness_mode,
-            "hardness_strength": self.objective.hardness_strength,
-            **super().get_config_dict(),
-        }
+        return {**self.objective.options(), **super().get_config_dict()}
 
     @property
     def citation(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +46,8 @@ class CachedLoss(ReplayLoss):
         differentiated_samples: embed only so many rows (an int, or a share as a float) a second time, drawn anew at
             every step and weighted so that the expected gradient is that of all rows; None for all.
         selection_seed: seed of those draws.
+        defer_reduction: under FSDP2, ZeRO-2 and ZeRO-3, reduce gradients once a backward and not for every mini-batch;
+            every rank then holds the gradients of the whole model.
 
     Raises:
         TypeError: ``loss`` is no module, its model is no SentenceTransformer, or it cannot be evaluated on embeddings.
@@ -106,6 +108,7 @@ class CachedLoss(ReplayLoss):
         kept_graphs: float = 0.0,
         differentiated_samples: int | float | None = None,
         selection_seed: int = 0,
+        defer_reduction: bool = False,
     ) -> None:
         check_cacheable(loss)
         model = model_of(loss)
@@ -121,9 +124,11 @@ class CachedLoss(ReplayLoss):
             kept_graphs=kept_graphs,
             differentiated_samples=differentiated_samples,
             selection_seed=selection_seed,
+            defer_reduction=defer_reduction,
             show_progress_bar=show_progress_bar,
         )
         self._embedding_dimension = uncompiled(model).get_embedding_dimension()
+        self._width: int | None = None  # of the embeddings whose loss is being calculated
 
     @property
     def loss(self) -> nn.Module:
@@ -149,27 +154,24 @@ class CachedLoss(ReplayLoss):
         world.raise_together(error)
         return guidance
 
+    def to_features(self, columns: Sequence[Tensor]) -> dict[str, Tensor]:
+        """See :meth:`ReplayLoss.to_features`."""
+        self._width = columns[0].shape[1]
+        return super().to_features(columns)
+
     def to_targets(self, labels: Tensor | None) -> tuple[Tensor | None, None]:
-        """The labels as they are: what they mean is for the loss to say."""
-        return labels, None
+        """The labels as they are: what they mean is for the loss to say.
 
-    def calculate_loss(
-        self, reps: list[list[Tensor]], labels: Tensor | None = None, *, with_backward: bool = False
-    ) -> Tensor:
-        """See :meth:`ReplayLoss.calculate_loss`.
-
-        Labels that are embeddings of the model's dimension are truncated with the embeddings, as
+        But labels that are embeddings of the model's dimension are truncated where the embeddings were, as
         :class:`~sentence_transformers.losses.MatryoshkaLoss` does it for losses without a cache.
         """
-        width = reps[0][0].shape[1]
-        if (
+        truncated = (
             isinstance(labels, Tensor)
             and labels.ndim in (2, 3)
             and labels.shape[-1] == self._embedding_dimension
             and not isinstance(self.loss, GISTEmbedLoss)
-        ):
-            labels = labels[..., :width]
-        return super().calculate_loss(reps, labels, with_backward=with_backward)
+        )
+        return labels[..., : self._width] if truncated else labels, None
 
     def get_config_dict(self) -> dict[str, Any]:
         """The configuration as plain JSON types, for the model card: that of the loss, and that of the caching."""

@@ -105,6 +105,18 @@ def check_labels(labels: Tensor | None, count: int, *, what: str) -> None:
         )
 
 
+def read_groups(labels: Tensor | None, count: int) -> Tensor:
+    """Group ids [B] of any dtype, from labels [B] or [B, 1]; an error if they are none."""
+    check_labels(labels, count, what="a group id")
+    if labels.numel() != count:
+        raise ValueError(
+            f"labels: shape {tuple(labels.shape)}, expected one group id for each of {count} rows. Give a column "
+            "'label' of integers, the same for rows that belong together."
+        )
+    labels = labels.flatten()
+    return labels.to(torch.uint8) if labels.dtype == torch.bool else labels
+
+
 def check_rows(rows: Tensor | None, count: int) -> None:
     """``rows`` are None or int64 [b], each from 0 to count − 1; if not, a TypeError or ValueError."""
     if rows is None:

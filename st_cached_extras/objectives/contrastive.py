@@ -121,10 +121,12 @@ class ContrastiveObjective(Objective):
         }
 
     def extra_repr(self) -> str:
-        options = {**self.options(), "chunk_size": self.chunk_size}
-        if self.log_scale is not None:
-            del options["scale"]  # no part of what ranks and copies must agree on
-        return ", ".join(f"{name}={value!r}" for name, value in options.items())
+        options = {name: value for name, value in self.options().items() if name not in self._learned()}
+        return ", ".join(f"{name}={value!r}" for name, value in {**options, "chunk_size": self.chunk_size}.items())
+
+    def _learned(self) -> set[str]:
+        """The options that are where training has brought them."""
+        return {"scale"} if self.log_scale is not None else set()
 
     def value_and_cotangents(
         self,

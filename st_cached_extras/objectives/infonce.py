@@ -16,7 +16,7 @@ import torch
 from sentence_transformers.util import cos_sim
 from torch import Tensor, nn
 
-from st_cached_extras.objectives.checks import check_labels, check_ranking_features
+from st_cached_extras.objectives.checks import check_ranking_features, read_groups
 from st_cached_extras.objectives.contrastive import (
     ContrastiveObjective,
     Evaluation,
@@ -57,8 +57,8 @@ class InfoNCE(ContrastiveObjective):
     Notation: q, d rows of the features; u = q/|q|, v = d/|d| for the cosine, u = q, v = d for the inner product;
     s the scale; row i has the positive logit p_i = s·(u_i·v_i − margin) and the negative logits l_ij of its
     directions: s·u_i·v_j (query_to_doc), s·u_i·u_j (query_to_query), s·v_i·u_j (doc_to_query), s·v_i·v_j (doc_to_doc,
-    documents of the same query left out). With n_i = Σ_j exp(l_ij) over negatives only and c the number of times that the positive
-    stands in the sum (twice in ``joint`` with doc_to_query, else once)::
+    documents of the same query left out). With n_i = Σ_j exp(l_ij) over negatives only and c the number of times that
+    the positive stands in the sum (twice in ``joint`` with doc_to_query, else once)::
 
         loss_i   = log(c·exp(p_i) + n_i) − p_i = log(c + exp(x_i)),   x_i = log n_i − p_i
         dl_ij    = exp(l_ij − log Z_i),   dp_i = −n_i / Z_i,           log Z_i = p_i + loss_i
@@ -219,18 +219,6 @@ class InfoNCE(ContrastiveObjective):
         if self.partition_mode == "per_direction":
             return [Softmax((block,), block.part, copies=1) for block in blocks]
         return [Softmax(tuple(blocks), slice(0, start), copies=2 if "doc_to_query" in self.directions else 1)]
-
-
-def read_groups(labels: Tensor | None, count: int) -> Tensor:
-    """Group ids [B] of any dtype, from labels [B] or [B, 1]; an error if they are none."""
-    check_labels(labels, count, what="a group id")
-    if labels.numel() != count:
-        raise ValueError(
-            f"labels: shape {tuple(labels.shape)}, expected one group id for each of {count} rows. Give a column "
-            "'label' of integers, the same for rows that belong together."
-        )
-    labels = labels.flatten()
-    return labels.to(torch.uint8) if labels.dtype == torch.bool else labels
 
 
 def _check_options(loss: InfoNCE) -> None:

@@ -147,6 +147,10 @@ class ReplayLoss(CachedLossMixin, nn.Module):
         ranking losses."""
         return None, None
 
+    def to_rows(self, rows: Tensor, features: Mapping[str, Tensor], count: int) -> Any:
+        """The rows of the features that come from selected ``rows`` (int64 [b]) of the batch's ``count``."""
+        return rows
+
     def extract(self, outputs: Mapping[str, Any]) -> Tensor:
         """The features [n, D] of one mini-batch, from the model's outputs for it; run again in the replay."""
         return outputs["sentence_embedding"]
@@ -176,11 +180,12 @@ class ReplayLoss(CachedLossMixin, nn.Module):
         columns = [mini_batches[0] if len(mini_batches) == 1 else torch.cat(mini_batches) for mini_batches in reps]
         features = self.to_features(columns)
         labels, reference = self.to_targets(labels)
+        rows = self._rows if with_backward else None
         result = self.objective.value_and_cotangents(
             {name: feature.detach() for name, feature in features.items()},
             labels=labels,
             reference=reference,
-            rows=self._rows if with_backward else None,
+            rows=None if rows is None else self.to_rows(rows, features, len(columns[0])),
             world=engine_of(self.model).world if self.gather_across_devices else None,
         )
         self.metrics, self._component_names = result.metrics, tuple(result.components)
@@ -207,10 +212,11 @@ class ReplayLoss(CachedLossMixin, nn.Module):
         return attach_cotangents(value, tensors, cotangents) if tensors else value
 
     def _of_all_rows(self, cotangent: Tensor, feature: Tensor) -> Tensor:
-        """Cotangents of the selected rows, [b, D], among zeros for the others, [B, D]."""
+        """Cotangents of the selected rows, [k·b, D], among zeros for the others, [k·B, D]: k columns, stacked."""
         if len(cotangent) == len(feature):
             return cotangent
-        return cotangent.new_zeros(feature.shape).index_copy_(0, self._rows.to(cotangent.device), cotangent)
+        rows = stacked_rows(self._rows, len(cotangent) // len(self._rows), len(feature)).to(cotangent.device)
+        return cotangent.new_zeros(feature.shape).index_copy_(0, rows, cotangent)
 
     def _check_every_column_is_used(self, features: Mapping[str, Tensor], result: ObjectiveResult) -> None:
         if unused := [name for name in features if name not in result.cotangents]:
@@ -452,6 +458,12 @@ class ReplayLoss(CachedLossMixin, nn.Module):
     primaryClass={cs.LG}
 }
 """
+
+
+def stacked_rows(rows: Tensor, columns: int, count: int) -> Tensor:
+    """The same ``rows`` (int64 [b]) of each of several columns that are stacked to ``count`` rows: [columns · b]."""
+    starts = torch.arange(0, count, count // columns, device=rows.device)
+    return (starts[:, None] + rows).flatten()
 
 
 def _reached(parameters: list[nn.Parameter], world: World) -> list[nn.Parameter]:

@@ -368,6 +368,8 @@ def test_default_chunk_shrinks_as_columns_grow() -> None:
         ),
         ({"hardness_mode": "hard"}, ValueError, ["hardness_mode", "'hard'", "hard_negatives", "None"]),
         ({"hardness_strength": -1.0}, ValueError, ["hardness_strength", "-1.0", "at least 0"]),
+        ({"margin": -0.1}, ValueError, ["margin", "-0.1", "at least 0"]),
+        ({"margin": "wide"}, TypeError, ["margin", "'wide'", "number"]),
         ({"chunk_size": 0}, ValueError, ["chunk_size", "0", "positive int", "None"]),
     ],
 )
@@ -460,3 +462,102 @@ def test_a_parameter_that_the_loss_does_not_hold_is_refused():
     objective = InfoNCE(similarity_fct=lambda a, b: (a @ weight) @ b.T)
     with pytest.raises(ValueError, match=r"a parameter of shape \[4, 4\] that the loss does not hold"):
         objective.value_and_cotangents(features)
+
+
+def grouped_double_loop(features, labels, *, scale, directions, partition_mode, margin, hardness_strength=0.0):
+    """The definition with groups and a margin, one pair at a time; hardness on all negatives."""
+    anchor, positive, *negatives = (features[name] for name in column_names(len(features) - 2))
+    documents, B = [positive, *negatives], len(anchor)
+    to_documents = [cos_sim(anchor, document) for document in documents]
+    between_queries = cos_sim(anchor, anchor)
+    between_documents = [cos_sim(positive, document) for document in documents]
+    losses = []
+    for i in range(B):
+        p = scale * (to_documents[0][i, i] - margin)
+        sums = {direction: [] for direction in directions}
+        sums["query_to_doc"].append(p)
+        if "doc_to_query" in directions:
+            sums["doc_to_query"].append(p)
+        for j, c in itertools.product(range(B), range(len(documents))):
+            if (i == j and c > 0) or labels[i] != labels[j]:
+                similarity = to_documents[c][i, j]
+                sums["query_to_doc"].append(scale * similarity + hardness_strength * similarity.detach())
+            if "doc_to_doc" in directions and labels[i] != labels[j]:
+                sums["doc_to_doc"].append(scale * between_documents[c][i, j])
+        for j in range(B):
+            if labels[i] != labels[j]:
+                if "query_to_query" in directions:
+                    sums["query_to_query"].append(scale * between_queries[i, j])
+                if "doc_to_query" in directions:
+                    sums["doc_to_query"].append(scale * to_documents[0][j, i])
+        groups = [list(itertools.chain(*sums.values()))] if partition_mode == "joint" else list(sums.values())
+        losses.append(sum(torch.stack(group).logsumexp(0) for group in groups) / len(groups) - p)
+    return torch.stack(losses).mean()
+
+
+class TestInfoNCEWithGroupsAndAMargin(InfoNCEChecks):
+    options: ClassVar[dict] = {
+        "scale": 6.0,
+        "directions": ALL_DIRECTIONS,
+        "hardness_mode": "all_negatives",
+        "hardness_strength": 2.0,
+        "labels_as_groups": True,
+        "margin": 0.2,
+        "learnable_scale": True,
+    }
+    hard_negatives = 1
+
+    def make_labels(self, batch_size, seed):
+        return torch.randint(0, 4, (batch_size,), generator=torch.Generator().manual_seed(seed))
+
+    def dense_loss(self, features, *, objective, labels, reference):
+        names = ("directions", "partition_mode", "margin", "hardness_strength")
+        options = {name: getattr(objective, name) for name in names}
+        return grouped_double_loop(features, labels, scale=objective.log_scale.exp(), **options)
+
+
+class TestSymmetricInfoNCEWithGroupsAndAMargin(TestInfoNCEWithGroupsAndAMargin):
+    options: ClassVar[dict] = {
+        "scale": 30.0,
+        "directions": ("query_to_doc", "doc_to_query"),
+        "partition_mode": "per_direction",
+        "labels_as_groups": True,
+        "margin": 0.3,
+        "learnable_scale": True,
+    }
+    tolerance_float32 = 5e-5  # the rounding of a logit of 30
+
+
+def test_without_groups_labels_are_ignored_and_without_a_margin_nothing_changes() -> None:
+    features, labels = random_features(6, 4, 1, seed=11), torch.tensor([0, 0, 1, 1, 2, 2])
+    expected = InfoNCE().value_and_cotangents(features)
+    assert torch.equal(InfoNCE(margin=0.0).value_and_cotangents(features, labels=labels).loss, expected.loss)
+    different = InfoNCE(labels_as_groups=True).value_and_cotangents(features, labels=torch.arange(6))
+    assert torch.allclose(different.loss, expected.loss, rtol=1e-12)
+    same = InfoNCE(labels_as_groups=True).value_and_cotangents(features, labels=labels)
+    assert same.loss < 0.99 * expected.loss
+
+
+def test_one_group_of_all_leaves_a_row_its_own_hard_negatives_alone() -> None:
+    features = random_features(5, 4, 1, seed=12)
+    result = InfoNCE(scale=3.0, labels_as_groups=True).value_and_cotangents(features, labels=torch.zeros(5))
+    u, p, n = (nn.functional.normalize(features[name]) for name in ("anchor", "positive", "negative_1"))
+    expected = nn.functional.softplus(3.0 * ((u * n).sum(1) - (u * p).sum(1))).mean()
+    assert torch.allclose(result.loss, expected, rtol=1e-12)
+    alone = {name: features[name] for name in ("anchor", "positive")}
+    nothing = InfoNCE(labels_as_groups=True).value_and_cotangents(alone, labels=torch.zeros(5))
+    assert nothing.loss == 0.0 and not any(x.any() for x in nothing.cotangents.values())
+
+
+@pytest.mark.parametrize(
+    ("labels", "error", "words"),
+    [
+        (None, TypeError, ["labels", "None", "a group id", "column 'label'"]),
+        (torch.zeros(4), ValueError, ["labels", "(4,)", "5 rows"]),
+        (torch.zeros(5, 3), ValueError, ["labels", "(5, 3)", "one group id"]),
+    ],
+)
+def test_bad_groups_say_what_was_found_expected_and_the_way_out(labels, error, words) -> None:
+    with pytest.raises(error) as caught:
+        InfoNCE(labels_as_groups=True).value_and_cotangents(random_features(5, 4, 0, seed=13), labels=labels)
+    assert all(word in str(caught.value) for word in words), caught.value
