@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from st_cached_extras.distributed.engines import engine_of
 from st_cached_extras.objectives.mmd import MultiEncoderMMD
 from st_cached_extras.objectives.mmd.segments import pool_segments
-from st_cached_extras.replay.loss import ReplayLoss
+from st_cached_extras.replay.loss import ReplayLoss, stacked_rows
 
 
 class CachedMultiEncoderMMDLoss(ReplayLoss):
@@ -87,13 +87,14 @@ class CachedMultiEncoderMMDLoss(ReplayLoss):
             from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
             from st_cached_extras import CachedMultiEncoderMMDLoss
             from st_cached_extras.objectives.mmd import MultiEncoderMMD, NystromReference
+            from torch import nn
 
             teacher = SentenceTransformer("all-mpnet-base-v2")
             model = SentenceTransformer("microsoft/MiniLM-L12-H384-uncased")
             sentences = ["It's nice weather outside today.", "He drove to work.", "She plays chess."]
             features = teacher.encode(sentences, convert_to_tensor=True)
             mmd = MultiEncoderMMD({"mpnet": NystromReference.fit(features)})
-            loss = CachedMultiEncoderMMDLoss(model, mmd, heads={"mpnet": torch.nn.Linear(384, 768)})
+            loss = CachedMultiEncoderMMDLoss(model, mmd, heads={"mpnet": nn.Linear(384, 768)})
             train_dataset = Dataset.from_dict({"sentence": sentences})
             trainer = SentenceTransformerTrainer(model=model, train_dataset=train_dataset, loss=loss)
             trainer.train()
@@ -195,28 +196,32 @@ class CachedMultiEncoderMMDLoss(ReplayLoss):
         parts = zip(self._shapes.items(), packed.split(sizes, dim=1), strict=True)
         return {name: part.reshape(-1, *shape) for (name, shape), part in parts}
 
-    def calculate_loss(
-        self, reps: list[list[Tensor]], labels: Tensor | None = None, *, with_backward: bool = False
-    ) -> Tensor:
-        """See :meth:`ReplayLoss.calculate_loss`."""
-        rows = self._rows
-        if rows is not None:  # those of one column; the objective sees all columns, one after the other
-            count = sum(map(len, reps[0]))
-            self._rows = torch.cat([rows + column * count for column in range(len(reps))])
-        try:
-            return super().calculate_loss(reps, labels, with_backward=with_backward)
-        finally:
-            self._rows = rows
+    def to_rows(self, rows: Tensor, features: Mapping[str, Tensor], count: int) -> Tensor:
+        """The selected rows of every column, which the objective sees one after the other."""
+        stacked = len(next(iter(features.values())))
+        return stacked_rows(rows, stacked // count, stacked)
 
-    def forward_cached(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Tensor:
+    def forward_cached(
+        self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None
+    ) -> Tensor | dict[str, Tensor]:
         """See :meth:`ReplayLoss.forward_cached`. In training, a balance of the encoders takes in their raw values."""
         loss = super().forward_cached(sentence_features, labels)
-        if torch.is_grad_enabled() and self.objective.balance is not None:
-            world = engine_of(self.model).world
-            scores = torch.stack([self.metrics[f"mmd/{name}"] for name in self._shapes])
-            scores = (world.all_reduce(scores) / world.size).tolist()
-            self.objective.balance.update(dict(zip(self._shapes, scores, strict=True)))
+        if torch.is_grad_enabled():
+            self.update_balance(self.metrics)
         return loss
+
+    def update_balance(self, metrics: Mapping[str, Tensor]) -> None:
+        """Hand the raw values "mmd/NAME", averaged over ranks, to the balance of the encoders, if there is one.
+
+        Inside a composite loss nobody else does: call it after a training step with the composite's metrics, without
+        the component's name before theirs.
+        """
+        if self.objective.balance is None:
+            return
+        world = engine_of(self.model).world
+        scores = torch.stack([metrics[f"mmd/{name}"] for name in self._shapes])
+        scores = (world.all_reduce(scores) / world.size).tolist()
+        self.objective.balance.update(dict(zip(self._shapes, scores, strict=True)))
 
     def get_config_dict(self) -> dict[str, Any]:
         """The configuration as plain JSON types, for the model card."""

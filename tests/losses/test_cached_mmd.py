@@ -14,6 +14,7 @@ from sentence_transformers.sentence_transformer.losses import MatryoshkaLoss
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from st_cached_extras import CachedInfoNCELoss
 from st_cached_extras.losses.cached_mmd import CachedMultiEncoderMMDLoss
 from st_cached_extras.objectives.mmd import EncoderBalance, MultiEncoderMMD
 from st_cached_extras.objectives.mmd.segments import pool_segments
@@ -230,6 +231,47 @@ def test_heads_balance_and_their_state_are_saved_and_restored(tmp_path):
     trainer.load_loss_state(state)
     assert all(torch.equal(parameter, before[name]) for name, parameter in loss.heads.named_parameters())
     assert balance.weights == weights
+
+
+def test_beside_a_paired_loss_it_equals_the_sum_of_both():
+    from st_cached_extras import CachedCompositeLoss
+    from st_cached_extras.objectives import InfoNCE
+
+    model, columns = to_float64(model := tiny_text_model(), text_columns(model, 7))
+    labels = random_rows(7, (WIDTH,), 1)
+    found = None
+    for weight, loss in ((1.0, CachedInfoNCELoss(model, scale=3.0)), (0.5, make_loss(model))):
+        model.zero_grad()
+        (weight * loss(copy_columns(columns), labels)).backward()
+        part = gradients(model)
+        found = part if found is None else {name: found[name] + part[name] for name in part}
+    heads = gradients(loss.heads)
+    mmd = make_loss(model)
+    composite = CachedCompositeLoss(
+        model, {"contrastive": (InfoNCE(scale=3.0), 1.0), "law": (mmd, 0.5)}, mini_batch_size=3
+    )
+    model.zero_grad()
+    values = composite(copy_columns(columns), labels)
+    next(iter(values.values())).backward()
+    assert relative_error(gradients(model), found) <= 1e-10
+    assert relative_error(gradients(mmd.heads), heads) <= 1e-10
+    assert {f"law/mmd/{name}" for name in SHAPES} <= composite.metrics.keys()
+
+
+def test_beside_a_paired_loss_selected_rows_give_the_mean_gradient():
+    from st_cached_extras import CachedCompositeLoss
+
+    model, columns = to_float64(model := tiny_text_model(), text_columns(model, 4))
+    labels, found = random_rows(4, (WIDTH,), 1), []
+    for rows in (None, 0, 1, 2, 3):
+        losses = {"contrastive": (CachedInfoNCELoss(model, scale=3.0), 1.0), "law": (make_loss(model), 0.5)}
+        composite = CachedCompositeLoss(model, losses, differentiated_samples=None if rows is None else 1)
+        composite.select_rows = lambda count, rank, rows=rows: torch.tensor([rows])
+        composite.zero_grad()
+        next(iter(composite(copy_columns(columns), labels).values())).backward()
+        found.append(gradients(composite))
+    mean = {name: sum(x[name] for x in found[1:]) / 4 for name in found[0]}
+    assert relative_error(mean, found[0]) <= 1e-10
 
 
 # ------------------------------------------------------------------------------------------------------ two ranks
