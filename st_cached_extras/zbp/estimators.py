@@ -127,6 +127,11 @@ def default_probes(size: int) -> int:
 def estimate(call: LayerCall) -> Tensor:
     """The rule of the modes cd, fd, jvp and oracle. Chooses ``call.eps`` first, where it is None."""
     config = call.config
+    if config.control is not None and call.v.shape != call.x.shape:
+        raise ValueError(
+            f"control={config.control!r} needs a layer that keeps the shape of its input, got {tuple(call.x.shape)} "
+            f"to {tuple(call.v.shape)}. Use control=None."
+        )
     units = layout_of(config, call.x.shape, call.v.shape, call.segments, call.batch_dims)
     readout = Readout(
         call.f,
@@ -240,11 +245,6 @@ def _control(
     control, v = call.config.control, readout.v
     if control is None:
         return None, None
-    if v.shape != call.x.shape:
-        raise ValueError(
-            f"control={control!r} needs a layer that keeps the shape of its input, got {tuple(call.x.shape)} to "
-            f"{tuple(v.shape)}. Use control=None."
-        )
     if control == "identity":
         return 1.0, v
     # The exact derivative along v, with v scaled to an RMS of 1 so that the step is that of a probe.

@@ -89,9 +89,10 @@ class Readout:
     def tangent(self, u: Tensor) -> Tensor:
         """<v, J u> by forward-mode differentiation. k queries."""
         self.count.queries += len(u)
+        x = self.x.contiguous()  # an expanded tensor cannot carry a tangent
 
         def push(direction: Tensor) -> Tensor:
-            return jvp(self.f, (self.x,), (direction,))[1]
+            return jvp(self.f, (x,), (direction,))[1]
 
         # The fused attention kernels have no forward mode.
         with sdpa_kernel(SDPBackend.MATH):

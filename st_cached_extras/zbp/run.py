@@ -36,6 +36,8 @@ from st_cached_extras.zbp.state import LayerState
 
 logger = logging.getLogger(__name__)
 
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
 
 @torch.compiler.disable  # an estimate draws, restores random states and counts: a graph break
 def run_layer(
@@ -111,7 +113,8 @@ class LayerRun:
 
     def first_pass(self, x: Tensor) -> Tensor:
         """The layer's own forward, cache and all."""
-        out = self._arguments.call(self._forward, x, with_cache=True)
+        # Detached, because a black box may refuse a tensor that wants a gradient, as .numpy() does.
+        out = self._arguments.call(self._forward, x.detach(), with_cache=True)
         y = _first_output(out, self.state.name)
         self.rest = tuple(out[1:]) if isinstance(out, (tuple, list)) else None
         return y
@@ -253,7 +256,7 @@ def _check_trainable_here(module: nn.Module, name: str) -> None:
             "queried. Use ZeRO-1 or ZeRO-2, DistributedDataParallel, or one process."
         )
     for child in module.modules():
-        if isinstance(child, nn.modules.batchnorm._BatchNorm) and child.training and child.track_running_stats:
+        if isinstance(child, BATCH_NORMS) and child.training and child.track_running_stats:
             raise ValueError(
                 f"The layer {name!r} has a BatchNorm in train mode, whose statistics every query would change. "
                 "Put it into eval mode, or use another normalisation."
