@@ -5,9 +5,12 @@ An upgrade that moves one of them breaks here, at import, with a message that sa
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import sentence_transformers
+import torch.distributed as dist
 from datasets import Dataset
 from torch import nn
 from transformers import PretrainedConfig
@@ -21,7 +24,16 @@ except ImportError as error:
         'pip install "sentence-transformers>=6.2,<7", or upgrade st-cached-extras.'
     ) from error
 
-__all__ = ["dataset_fingerprint", "get_batch_size", "source_of", "uncompiled"]
+__all__ = [
+    "dataset_fingerprint",
+    "deepspeed_between_boundaries",
+    "deepspeed_reduce",
+    "deepspeed_without_reduction",
+    "get_batch_size",
+    "rendezvous_store",
+    "source_of",
+    "uncompiled",
+]
 
 
 def uncompiled(model: nn.Module) -> Any:
@@ -37,3 +49,48 @@ def dataset_fingerprint(dataset: Dataset) -> str:
 def source_of(config: PretrainedConfig) -> str:
     """The id or path that a configuration was loaded from."""
     return config._name_or_path
+
+
+def rendezvous_store() -> dist.Store:
+    """The key-value store by which the ranks found each other: reachable while they wait in a collective."""
+    return dist.distributed_c10d._get_default_store()
+
+
+@contextmanager
+def deepspeed_between_boundaries(engine: Any) -> Iterator[None]:
+    """Let the backwards inside end no step, and leave the engine's own count of boundaries as it was."""
+    boundary = engine._is_gradient_accumulation_boundary
+    engine.set_gradient_accumulation_boundary(False)
+    try:
+        yield
+    finally:
+        engine._is_gradient_accumulation_boundary = boundary
+
+
+@contextmanager
+def deepspeed_without_reduction(engine: Any) -> Iterator[None]:
+    """Let the backwards inside leave their sum, whole, on the parameters of this rank, as ``no_sync`` would."""
+    engine.optimizer._coalesce_grad_reduction = True
+    engine.inside_no_sync_ctxt = True
+    try:
+        yield
+    finally:
+        engine.optimizer._coalesce_grad_reduction = False
+        engine.inside_no_sync_ctxt = False
+
+
+def deepspeed_reduce(engine: Any) -> None:
+    """Begin to reduce, under ZeRO-2 or ZeRO-3, the gradients that lie whole on the parameters; the end of the backward
+    around this, or ``engine.allreduce_gradients``, ends it."""
+    optimizer = engine.optimizer
+    optimizer.set_gradient_accumulation_boundary(engine.is_gradient_accumulation_boundary())
+    if engine.zero_optimization_stage() == 3:
+        for parameter in (parameter for group in optimizer.fp16_groups for parameter in group):
+            if parameter.requires_grad and parameter.grad is not None:
+                optimizer.reduce_ready_partitions_and_remove_grads(parameter)
+        return
+    optimizer.setup_buckets()
+    for index, group in enumerate(optimizer.bit16_groups):
+        for parameter in group:
+            if parameter.requires_grad and parameter.grad is not None:
+                optimizer.reduce_ready_partitions_and_remove_grads(parameter, index)

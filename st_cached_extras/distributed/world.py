@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from st_cached_extras._compat import rendezvous_store
 
 # One tensor in, one out: torch renamed these collectives.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -62,6 +65,11 @@ class World:
         """The largest count of any rank."""
         return max(self.row_counts(count))
 
+    def max_counts(self, counts: Sequence[int]) -> list[int]:
+        """The largest of any rank, of each of several counts; ranks that have fewer counts have 0 of the others."""
+        most = self.max_count(len(counts))
+        return [self.max_count(counts[index] if index < len(counts) else 0) for index in range(most)]
+
     def agree(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
         return self.max_count(int(flag)) > 0
@@ -74,6 +82,17 @@ class World:
         """
         if error is not None:
             raise error
+
+    def abort(self, error: Exception) -> NoReturn:
+        """Raise where the other ranks cannot be met, because they are waiting inside some collective.
+
+        That collective fails on them, at once if this process ends and otherwise when it times out, and they come
+        here too. The rank that came first names its error for all. No collective works afterwards.
+
+        Raises:
+            RankError: with the first rank's error, from this one.
+        """
+        raise error
 
     def check_equal(self, what: str, value: str) -> None:
         """Raise a :class:`RankError` on every rank, naming what each has, unless all ranks have the same text."""
@@ -125,6 +144,20 @@ class ProcessGroupWorld(World):
         dist.all_gather_object(causes, cause, group=self._group)
         message = "; ".join(f"rank {rank}: {cause}" for rank, cause in enumerate(causes) if cause is not None)
         raise RankError(f"Training stopped on all ranks, because of {message}") from error
+
+    def max_counts(self, counts: Sequence[int]) -> list[int]:
+        padded = list(counts) + [0] * (self.max_count(len(counts)) - len(counts))
+        most = torch.tensor(padded, dtype=torch.int64, device=self._device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._group)
+        return most.tolist()
+
+    def abort(self, error: Exception) -> NoReturn:
+        cause = f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
+        try:
+            cause = rendezvous_store().compare_set("st_cached_extras/abort", "", cause).decode()
+        except Exception:
+            cause += " (what happened on other ranks could not be read)"
+        raise RankError(f"Training stopped, because of {cause}") from error
 
     def check_equal(self, what: str, value: str) -> None:
         if len(set(self.row_counts(zlib.crc32(value.encode())))) == 1:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from st_cached_extras.distributed.engines import Engine
-from st_cached_extras.distributed.world import World
+from st_cached_extras.distributed.world import RankError, World
 from st_cached_extras.replay.columns import Column
 from st_cached_extras.replay.loop import replay_mini_batches
 
@@ -87,22 +88,33 @@ class Passes:
         Raises:
             NonFiniteFeaturesError: on every rank (there as a :class:`RankError`) if any embedding is not finite.
         """
-        count = sum(len(column.plan) for column in columns)
-        padding = self._world.max_count(count) - count
+        counts = self._world.max_counts([len(column.plan) for column in columns])
         to_keep = round(kept_graphs * sum(column.differentiated for column in columns)) if with_replay else 0
         error = None
         try:
-            with self._progress(count, "Collect") as progress:
-                for _ in range(padding):
-                    self._engine.collect(columns[0].rows.take(columns[0].plan[0]))
-                for column in columns:
+            with (
+                self._engine.naming_failures(),
+                self._progress(sum(len(column.plan) for column in columns), "Collect") as progress,
+            ):
+                for column, count in zip_longest(columns, counts):
+                    if column is None:  # other ranks have more columns
+                        self._pad(columns[0], count)
+                        continue
+                    self._pad(column, count - len(column.plan))
                     kept_here = min(to_keep, column.differentiated)
                     self._collect_column(column, with_replay, kept_here, progress)
                     to_keep -= kept_here
             _check_finite(columns)
+        except RankError:
+            raise
         except Exception as caught:
             error = caught
         self._world.raise_together(error)
+
+    def _pad(self, column: Column, count: int) -> None:
+        """Keep ranks company that have ``count`` more mini-batches of this column: some engines wait for them."""
+        for _ in range(count):
+            self._engine.collect(column.rows.take(column.plan[0]))
 
     def _collect_column(self, column: Column, with_replay: bool, to_keep: int, progress: tqdm) -> None:
         before = None
@@ -145,19 +157,18 @@ class Passes:
             cotangents: per column, d loss / d embeddings [B, D].
             grad_output: scalar that multiplies every cotangent.
         """
-        replays = [
-            partial(self._embed_again, column, index, cotangent)
-            for column, cotangent in zip(columns, cotangents, strict=True)
-            if column.trainable is not None
-            for index in range(column.differentiated)
-        ]
-        if trained := [column for column in columns if column.trainable is not None]:
-            # The last backward synchronises the gradients, so it must have some: of the last column, the mini-batch
-            # that is known to be trainable.
-            column = trained[-1]
-            replays.append(replays.pop(len(replays) - column.differentiated + column.trainable))
-        with self._progress(len(replays), "Replay") as progress:
-            replay_mini_batches(replays, grad_output, engine=self._engine, world=self._world, progress=progress)
+        groups = []
+        for column, cotangent in zip(columns, cotangents, strict=True):
+            if column.trainable is None:
+                groups.append([])
+                continue
+            replays = [partial(self._embed_again, column, index, cotangent) for index in range(column.differentiated)]
+            # The last backward synchronises the gradients, so it must have some: those of the mini-batch that is
+            # known to be trainable.
+            replays.append(replays.pop(column.trainable))
+            groups.append(replays)
+        with self._progress(sum(map(len, groups)), "Replay") as progress:
+            replay_mini_batches(groups, grad_output, engine=self._engine, world=self._world, progress=progress)
 
     def _embed_again(self, column: Column, index: int, cotangent: Tensor, last: bool) -> list[tuple[Tensor, Tensor]]:
         rows = column.plan[index]

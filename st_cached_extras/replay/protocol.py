@@ -299,7 +299,7 @@ class FeatureGradientReplay:
         ]
         with torch.enable_grad():
             scale = torch.tensor(result.cotangent_factor, dtype=result.loss.dtype, device=self._collection.device)
-            replay_mini_batches(replays, scale, engine=engine, world=self.world)
+            replay_mini_batches([replays], scale, engine=engine, world=self.world)
         parameters = dict(self.objective.named_parameters())
         for name, cotangent in result.parameter_cotangents.items():
             gradient = (cotangent * self.loss_scale).to(parameters[name])

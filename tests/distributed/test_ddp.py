@@ -1,11 +1,8 @@
 """Cached losses under DistributedDataParallel, against the same step in one process. One launch per world size."""
 
 import pytest
-import torch
 
-from st_cached_extras import CachedInfoNCELoss
 from st_cached_extras.testing.ranks import run_on_ranks
-from st_cached_extras.testing.tiny_models import text_columns, tiny_text_model
 from tests.distributed import ddp_cases
 
 PARAMETERS, CHANGE = 1e-6, 2e-5
@@ -88,14 +85,3 @@ def test_an_error_where_no_mini_batch_is_run_is_raised_on_all_too():
     for messages in run_on_ranks(ddp_cases.errors_between_collecting_and_replaying, 2):
         for message, cause in zip(messages, causes, strict=True):
             assert "RankError" in message and "rank 1" in message and cause in message, messages
-
-
-@pytest.mark.parametrize("wrapper", ["DeepSpeedEngine", "FullyShardedDataParallel", "FSDPModule"])
-def test_a_sharded_model_is_refused_and_not_trained_wrongly(wrapper):
-    model = tiny_text_model()
-    loss = CachedInfoNCELoss(model)
-    sharded = type("Sharded", (type(wrapper, (torch.nn.Module,), {}),), {})()
-    sharded.module = model
-    loss.model = sharded
-    with pytest.raises(ValueError, match=f"do not replay models wrapped by {wrapper}"):
-        loss(text_columns(model, 3), None)

@@ -30,7 +30,7 @@ def run(counts, world):
         ran.append(last)
         return [(engine.weight * 1.0, torch.ones(2))]
 
-    replay_mini_batches([replay] * counts[world.rank], torch.tensor(0.5), engine=engine, world=world)
+    replay_mini_batches([[replay] * counts[world.rank]], torch.tensor(0.5), engine=engine, world=world)
     return ran, engine
 
 
@@ -57,7 +57,7 @@ def test_several_features_of_one_mini_batch_are_injected_together():
     engine = CountingEngine()
     other = nn.Parameter(torch.zeros(2))
     pairs = [(engine.weight * 1.0, torch.ones(2)), (other * 2.0, torch.ones(2)), (torch.zeros(2), torch.ones(2))]
-    replay_mini_batches([lambda last: pairs], torch.tensor(1.0), engine=engine, world=World())
+    replay_mini_batches([[lambda last: pairs]], torch.tensor(1.0), engine=engine, world=World())
     assert engine.backwards == [True]
     assert engine.weight.grad.tolist() == [1, 1] and other.grad.tolist() == [2, 2]
 
