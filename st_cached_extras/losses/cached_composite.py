@@ -171,7 +171,7 @@ class CachedCompositeLoss(ReplayLoss):
 
     def _split(self, columns: Sequence[Tensor]) -> list[list[Tensor]]:
         """Per extractor, its part of every column."""
-        if len(self._shapes) == 1:
+        if len(self._sharing()) == 1:
             return [list(columns)]
         widths = [shape.numel() for shape in self._shapes]
         if columns[0].shape[1] != sum(widths):

@@ -41,10 +41,10 @@ def comparable(found):
 
 class TestCachedSigmoidLoss(LossCheckCase):
     def make_loss(self, model, **kwargs):
-        return CachedSigmoidLoss(model, **kwargs)
+        return CachedSigmoidLoss(model, **kwargs).to(model.dtype)
 
     def make_plain_loss(self, model):
-        return PlainSigmoid(model)
+        return PlainSigmoid(model).to(model.dtype)
 
     def comparable(self, found):
         return comparable(found)
@@ -63,8 +63,8 @@ def test_options_reach_the_objective(options, columns):
     case = TestCachedSigmoidLoss()
     grouped = "labels_as_groups" in options
     plain = {name: value for name, value in options.items() if name != "labels_as_groups"}
-    case.make_loss = lambda model, **kwargs: CachedSigmoidLoss(model, **options, **kwargs)
-    case.make_plain_loss = lambda model: PlainSigmoid(model, **plain)
+    case.make_loss = lambda model, **kwargs: CachedSigmoidLoss(model, **options, **kwargs).to(model.dtype)
+    case.make_plain_loss = lambda model: PlainSigmoid(model, **plain).to(model.dtype)
     case.make_labels = lambda rows, seed: torch.arange(rows) % 3 if grouped else None
     model = tiny_text_model()
     case.assert_equals_plain(model, text_columns(model, 7, columns, seed=1), 1e-10, mini_batch_size=3)
@@ -72,8 +72,8 @@ def test_options_reach_the_objective(options, columns):
 
 def test_several_positives_per_row_are_columns():
     case = TestCachedSigmoidLoss()
-    case.make_loss = lambda model, **kwargs: CachedSigmoidLoss(model, positives=2, **kwargs)
-    case.make_plain_loss = lambda model: PlainSigmoid(model, positives=2)
+    case.make_loss = lambda model, **kwargs: CachedSigmoidLoss(model, positives=2, **kwargs).to(model.dtype)
+    case.make_plain_loss = lambda model: PlainSigmoid(model, positives=2).to(model.dtype)
     model = tiny_text_model()
     case.assert_equals_plain(model, text_columns(model, 7, 4, seed=1), 1e-10, mini_batch_size=3)
 
