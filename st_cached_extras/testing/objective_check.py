@@ -25,6 +25,7 @@ from torch import Tensor
 
 from st_cached_extras.distributed.world import World
 from st_cached_extras.objectives.base import Objective, ObjectiveResult
+from st_cached_extras.objectives.parameters import own_parameters
 from st_cached_extras.testing.thread_world import run_ranks
 
 Features = dict[str, Tensor]
@@ -272,7 +273,7 @@ class Case:
         objective = copy.deepcopy(self.objective).double()
         leaves = {name: x.double().clone().requires_grad_() for name, x in self.features.items()}
         reference = None if self.reference is None else {name: x.double() for name, x in self.reference.items()}
-        parameters = {name: p for name, p in objective.named_parameters() if p.requires_grad}
+        parameters = own_parameters(objective)
         loss = self.check.dense_loss(leaves, objective=objective, labels=self.labels, reference=reference)
         inputs = [*leaves.values(), *parameters.values()]
         gradients = torch.autograd.grad(loss, inputs, allow_unused=True)
