@@ -11,6 +11,12 @@ Value and derivative by all rows of one encoder's features. The sides take turns
 - products: X Xᵀ and X Zᵀ twice, in chunks, into buffers made beforehand: about what no implementation can leave out.
 
 Memory is the growth of the peak over one step, in a fresh process per figure.
+
+    python -m tests.benchmarks.mmd --tables landmarks --pairs definitions.parquet
+
+embeds texts and compares the attraction of a reference's landmarks with that of all its rows: the relative L2 error of
+the gradient by held-out embeddings, with a coefficient per landmark and scale, as they are fitted, and with one per
+landmark for the mean of the scales.
 """
 
 from __future__ import annotations
@@ -26,6 +32,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from st_cached_extras.objectives.mmd import MultiEncoderMMD, NystromReference
+from st_cached_extras.objectives.mmd.kernels import squared_distances
+from st_cached_extras.objectives.mmd.pairs import PairSums
 from tests.benchmarks.measure import (
     MIB,
     header,
@@ -36,6 +44,7 @@ from tests.benchmarks.measure import (
     table,
     time_in_turn,
 )
+from tests.benchmarks.mmd_companion import add_teacher, load_teacher, load_texts
 
 AUTOGRAD_CHUNKS = (256, 1024)
 PRODUCT_CHUNKS = (256, 512)
@@ -51,7 +60,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--chunk_size", type=int, default=None, help="of ours; chosen by itself if not given")
-    parser.add_argument("--tables", nargs="+", default=["time", "memory"], choices=["time", "memory"])
+    parser.add_argument("--tables", nargs="+", default=["time", "memory"], choices=["time", "memory", "landmarks"])
+    parser.add_argument("--reference_rows", type=int, default=8192, help="of the table of landmarks")
+    add_teacher(parser)
     parser.add_argument("--memory_of", choices=["ours", "dense", "chunked"], default=None, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -166,6 +177,38 @@ def memory_table(arguments: argparse.Namespace) -> None:
     print(table(["B", "D", "m", "ours", f"chunked {AUTOGRAD_CHUNKS[0]}"], rows))
 
 
+def landmarks_table(arguments: argparse.Namespace) -> None:
+    held_out = 512
+    texts = load_texts(arguments, arguments.reference_rows + held_out)
+    teacher = load_teacher(arguments.teacher)
+    embeddings = teacher.encode(texts, convert_to_tensor=True, show_progress_bar=True, batch_size=64).clone()
+    real, x = embeddings[:-held_out].double(), embeddings[-held_out:].double()
+    rows = []
+    for count in (64, 256, 1024, 4096):
+        reference = NystromReference.fit(real, landmarks=count)
+        sigma, scales, shift = reference.sigma[0], len(reference.kernel.scales), real.mean(dim=0)
+        z, alpha = reference.targets(0, shift)
+        y = (real - shift) / sigma
+        # One coefficient for the mean of the scales: of the landmarks' mean kernel, with the same jitter.
+        K = reference.kernel.value(squared_distances(z, z)) + 1e-6 * torch.eye(len(z), dtype=torch.float64)
+        mean_kernel = torch.stack([reference.kernel.value(squared_distances(z, part)).sum(1) for part in y.split(512)])
+        single = torch.linalg.solve(K, mean_kernel.sum(0) / len(y)).expand(scales, -1)
+
+        def attraction(targets: Tensor, coefficients: Tensor, reference=reference, shift=shift) -> Tensor:
+            sums = PairSums((x - shift) / reference.sigma[0], len(x), len(x), reference.kernel)
+            sums.against(targets, coefficients / len(reference.kernel.scales), 1.0)
+            return sums.finish()
+
+        exact = attraction(y, y.new_full((scales, len(y)), 1 / len(y)))
+        errors = [(attraction(z, c) - exact).norm() / exact.norm() for c in (alpha, single)]
+        rows.append([count, *(f"{100 * error:.2f} %" for error in errors)])
+    print(
+        f"\n### Error of the attraction's gradient, {len(real)} embeddings of {real.shape[1]} dimensions, scales "
+        f"{reference.kernel.scales}\n"
+    )
+    print(table(["landmarks", "one coefficient per scale", "one for all scales"], rows))
+
+
 def configurations(arguments: argparse.Namespace) -> list[tuple[int, int, int]]:
     return [(b, d, m) for b in arguments.batch_sizes for d in arguments.dims for m in arguments.landmarks]
 
@@ -178,7 +221,7 @@ def main() -> None:
         measure_memory(arguments)
         return
     print(header())
-    tables = {"time": time_table, "memory": memory_table}
+    tables = {"time": time_table, "memory": memory_table, "landmarks": landmarks_table}
     for name in arguments.tables:
         tables[name](arguments)
 

@@ -21,6 +21,9 @@ from torch import Tensor
 # A power of a kernel's value is that of a narrower scale: exp(−d²/2s²) to the fourth is that at s/2. Up to the 16th
 # power, four squarings, which multiply the rounding error by no more than that.
 MOST_SQUARINGS = 4
+# At exp of this share of the smallest normal number's logarithm, e⁻⁶¹ in fp32, exponential kernels stay: still smaller
+# values would be subnormal numbers, which make a matrix product several times slower.
+NEGLIGIBLE = 0.7
 
 
 class Kernel(ABC):
@@ -74,6 +77,10 @@ class Kernel(ABC):
     def _squarings(self, wider: float, scale: float) -> int | None:
         """How often k at the wider scale is squared to give k at this one; None if it does not."""
         return None
+
+    def farthest(self, dtype: torch.dtype) -> float:
+        """The squared distance beyond which k is as good as 0; farther pairs may be taken to be that far."""
+        return math.inf
 
     # ------------------------------------------------------------------------------------------- what it is for
 
@@ -166,6 +173,9 @@ class Gaussian(Kernel):
     def _squarings(self, wider: float, scale: float) -> int | None:
         return _exact_squarings((wider / scale) ** 2)
 
+    def farthest(self, dtype: torch.dtype) -> float:
+        return 2 * max(self.scales) ** 2 * _largest_exponent(dtype)
+
 
 class Laplace(Kernel):
     """k = exp(−d/s), w = k/(s d), 0 at d = 0."""
@@ -181,6 +191,9 @@ class Laplace(Kernel):
 
     def _squarings(self, wider: float, scale: float) -> int | None:
         return _exact_squarings(wider / scale)
+
+    def farthest(self, dtype: torch.dtype) -> float:
+        return (max(self.scales) * _largest_exponent(dtype)) ** 2
 
 
 class RationalQuadratic(Kernel):
@@ -257,6 +270,10 @@ def median_bandwidth(features: Tensor, *, rows: int = 2048, seed: int = 0) -> fl
             "Remove duplicate rows, or give sigma yourself."
         )
     return sigma
+
+
+def _largest_exponent(dtype: torch.dtype) -> float:
+    return -NEGLIGIBLE * math.log(torch.finfo(dtype).tiny)
 
 
 def _exact_squarings(power: float) -> int | None:

@@ -46,6 +46,7 @@ class PairSums:
             kernel,
             chunk_size,
         )
+        self._farthest = kernel.farthest(x.dtype)
         self.squared_norms = x.square().sum(dim=1)  # [N]
         self.gradient = x.new_zeros(differentiated, x.shape[1])
         # Σ_j w_ij (y_j − x_i) is (W Y)_i − (Σ_j w_ij) x_i: the second part is one product at the end for all sums.
@@ -112,7 +113,7 @@ class PairSums:
     def _squared(self, begin: int, end: int, y: Tensor, y_norms: Tensor, out: Tensor) -> Tensor:
         """|x_i − y_j|² of the rows of a strip, [end − begin, n], into ``out``."""
         norms = self.squared_norms[begin:end, None]
-        torch.addmm(y_norms, self.x[begin:end], y.T, alpha=-2, out=out).add_(norms).clamp_min_(0)
+        torch.addmm(y_norms, self.x[begin:end], y.T, alpha=-2, out=out).add_(norms).clamp_(0, self._farthest)
         if self.kernel.by_distance:
             out.masked_fill_(out < RESOLUTION * torch.finfo(out.dtype).eps * norms, 0)
         return out

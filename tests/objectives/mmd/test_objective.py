@@ -154,6 +154,30 @@ def test_repeated_rows_and_rows_on_landmarks_are_differentiated_as_the_same_poin
     assert (result.cotangents["x"].double() - leaf.grad).norm() <= 5e-6 * leaf.grad.norm()
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_far_students_meet_no_subnormal_numbers_and_no_wrong_force(kernel):
+    reference = small_reference((24,), kernel)
+    for distance in (2.0, 10.0, 30.0, 300.0):
+        x = random_rows(33, (24,), 1, torch.float32) + distance
+        leaf = x.double().requires_grad_()
+        dense_raw(reference, leaf).backward()
+        result = MultiEncoderMMD({"x": reference}, normalize=False).value_and_cotangents({"x": x})
+        assert (result.cotangents["x"].double() - leaf.grad).norm() <= 5e-6 * leaf.grad.norm()
+        seen = []
+        contract = reference.kernel.contract
+
+        def recorded(buffers, *arguments, seen=seen, contract=contract, **options):
+            values, W, factor = contract(buffers, *arguments, **options)
+            seen.append(W.abs())
+            return values, W, factor
+
+        reference.kernel.contract = recorded
+        MultiEncoderMMD({"x": reference}, normalize=False).value_and_cotangents({"x": x})
+        del reference.kernel.contract
+        W = torch.cat([w.flatten() for w in seen])
+        assert not ((W > 0) & (torch.finfo(torch.float32).tiny > W)).any()
+
+
 def test_the_function_form_gives_the_rows_the_derivative_of_the_whole():
     references = {"a": small_reference((5,)), "b": small_reference((2, 3), layout="per_token")}
     mmd = MultiEncoderMMD(references, current_reference_weight=0.3).double()
