@@ -8,7 +8,7 @@ and a plain reload would leave it randomly initialised without an error.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any, TypeAlias
@@ -174,7 +174,7 @@ def _choose(model: nn.Module, layers: Layers, batch: Any) -> dict[str, nn.Module
             raise ValueError("layers='no_backward' runs the model to see which layers lack a backward: give batch=...")
         return layers_without_backward(model, batch)
     elif isinstance(layers, Sequence) and layers and all(type(entry) is int for entry in layers):
-        return _by_index(modules, layers)
+        return _by_index(model, layers)
     elif isinstance(layers, str) or (
         isinstance(layers, Sequence) and layers and all(isinstance(entry, str) for entry in layers)
     ):
@@ -190,33 +190,32 @@ def _choose(model: nn.Module, layers: Layers, batch: Any) -> dict[str, nn.Module
     return chosen
 
 
-def _by_index(modules: Mapping[str, nn.Module], indexes: Sequence[int]) -> dict[str, nn.Module]:
-    lists = dict(_lists_of_layers(modules))
-    if len(lists) != 1:
-        found = ", ".join(lists) if lists else "none"
-        raise ValueError(
-            f"layers={list(indexes)} counts in the model's list of layers, and it has {len(lists)} such lists "
-            f"({found}). Name the layers by a pattern, such as '*.layers.3'."
-        )
-    [(path, of_list)] = lists.items()
-    chosen = {}
-    for index in indexes:
-        if not -len(of_list) <= index < len(of_list):
-            raise ValueError(f"layers has the index {index}, but {path} has {len(of_list)} layers.")
-        chosen[f"{path}.{index % len(of_list)}"] = of_list[index % len(of_list)]
-    return chosen
+def list_of_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """The one list of layers of a model, with its name.
 
-
-def _lists_of_layers(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.ModuleList]]:
-    """The lists whose entries are of one class and not inside another such list."""
-    found: list[str] = []
-    for name, module in modules.items():
-        if not isinstance(module, nn.ModuleList) or not len(module) or any(_is_inside(name, f) for f in found):
+    Raises:
+        ValueError: the model has none or several, such as towers of images and of text.
+    """
+    lists: dict[str, nn.ModuleList] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList) or not len(module) or any(_is_inside(name, other) for other in lists):
             continue
-        classes = {_own_class(layer) if isinstance(layer, SwappedLayer) else type(layer) for layer in module}
-        if len(classes) == 1:
-            found.append(name)
-            yield name, module
+        if len({_own_class(layer) if isinstance(layer, SwappedLayer) else type(layer) for layer in module}) == 1:
+            lists[name] = module
+    if len(lists) != 1:
+        raise ValueError(
+            f"Layers are counted in the model's list of layers, and it has {len(lists)} such lists "
+            f"({', '.join(lists) or 'none'}). Name the layers by a pattern, such as '*.layers.3'."
+        )
+    return next(iter(lists.items()))
+
+
+def _by_index(model: nn.Module, indexes: Sequence[int]) -> dict[str, nn.Module]:
+    path, layers = list_of_layers(model)
+    for index in indexes:
+        if not -len(layers) <= index < len(layers):
+            raise ValueError(f"layers has the index {index}, but {path} has {len(layers)} layers.")
+    return {f"{path}.{index % len(layers)}": layers[index % len(layers)] for index in indexes}
 
 
 def _is_inside(name: str, other: str) -> bool:

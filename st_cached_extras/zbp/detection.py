@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from st_cached_extras.zbp.queries import QueryCount
 
-# Steps relative to the RMS of the input, and directions; a layer that is right at one of them is right. The first is for
-# most, the second above the steps of int8 and half precision and above usual noise, the third below most kinks.
+# Steps relative to the RMS of the input, and directions; a layer that is right at one of them is right. The first is
+# for most, the second above the steps of int8 and half precision and above usual noise, the third below most kinks.
 TRIALS = ((0.03, 4), (0.1, 16), (0.01, 16))
 EPS, DIRECTIONS = 0.1, 4  # of other questions
 LARGEST_DIFFERENCE = 0.5

@@ -110,7 +110,7 @@ class OpticalHead(Module):
         seed: likewise.
 
     Attributes:
-        block: the optics with an estimated backward.
+        block: the optics with an estimated backward; its stand-in is the exact intensity, for comparisons.
         ignored: while training, embeddings pass by the head as if it were not there.
         surrogate: observes the head's inputs and outputs, if there is one.
     """
@@ -124,7 +124,8 @@ class OpticalHead(Module):
         self.in_features, self.out_features = in_features, out_features
         self.noise, self.bits, self.seed = noise, bits, seed
         optics = OpticalIntensity(in_features, out_features, noise, bits, seed)
-        self.block = ZBPBlock(optics, ZBPConfig(mode="cd", probe_chunk=16), name="optics", batched=True)
+        config = ZBPConfig(mode="cd", param_mode="none", probe_chunk=16)
+        self.block = ZBPBlock(optics, config, local=optics.intensity, name="optics", batched=True)
         self.ignored = False
         self.surrogate: LinearSurrogate | None = None
 

@@ -6,13 +6,16 @@ Scenario "int8": some layers compute in int8 without a backward; what trains is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from sentence_transformers import SentenceTransformer
-from torch import nn
 
-from st_cached_extras.zbp.apply import apply_zbp
+from st_cached_extras.cards.figures import save_png
+from st_cached_extras.zbp.apply import apply_zbp, list_of_layers
 from st_cached_extras.zbp.config import ZBPConfig
 from st_cached_extras.zbp.hardware import LinearSurrogate, OpticalHead, fake_quantised, to_int8
 
@@ -27,11 +30,27 @@ class Arm:
         name: of the arm.
         prepare: makes a model, with its hardware in place, train that way.
         trains: False for the model as it is.
+        estimates: whether gradients are estimated, so that a comparison with exact ones is of interest.
     """
 
     name: str
     prepare: Prepare
     trains: bool = True
+    estimates: bool = False
+
+
+def keep_layers(model: SentenceTransformer, count: int) -> SentenceTransformer:
+    """The model with the first layers of its encoder alone, also once it is saved and loaded."""
+    _, layers = list_of_layers(model)
+    del layers[count:]
+    model.transformers_model.config.num_hidden_layers = len(layers)
+    return model
+
+
+def last_layers(model: SentenceTransformer, count: int) -> list[str]:
+    """The names of the last layers of the encoder."""
+    path, layers = list_of_layers(model)
+    return [f"{path}.{index}" for index in range(len(layers))[-count:]]
 
 
 def with_optical_head(model: SentenceTransformer, out_features: int = 512, seed: int = 0) -> SentenceTransformer:
@@ -55,13 +74,15 @@ def optical_arms(probes: tuple[int, ...] = (16, 64)) -> list[Arm]:
         Arm("nothing trained", lambda model: None, trains=False),
         Arm("head ignored", _ignore_head),
         Arm("linear surrogate", _use_surrogate),
-        *(Arm(f"ZBP, {n} probes", _estimate_head(n)) for n in probes),
+        *(Arm(f"ZBP, {n} probes", _estimate_head(n), estimates=True) for n in probes),
         Arm("exact", _differentiate_head),
     ]
 
 
 def int8_arms(names: list[str], probes: tuple[int, ...] = (16,)) -> list[Arm]:
     """Nothing trained, autograd as it is (the residual path alone), straight-through, ZBP at several budgets, exact.
+
+    ZBP is shrunk to least squared error: a handful of probes of thousands of dimensions is mostly noise otherwise.
 
     Args:
         names: the int8 layers.
@@ -71,16 +92,16 @@ def int8_arms(names: list[str], probes: tuple[int, ...] = (16,)) -> list[Arm]:
     def layers(config: ZBPConfig) -> Prepare:
         return lambda model: _apply(model, names, config)
 
+    def estimated(n: int, **changes: Any) -> ZBPConfig:
+        return ZBPConfig(mode="cd", n_probes=n, param_mode="none", shrink="mmse", **changes)
+
     return [
         Arm("nothing trained", lambda model: None, trains=False),
         Arm("autograd as it is", lambda model: None),
-        Arm("straight-through", layers(ZBPConfig(mode="skip", param_mode="none"))),
-        *(Arm(f"ZBP, {n} probes", layers(ZBPConfig(mode="cd", n_probes=n, param_mode="none"))) for n in probes),
+        Arm("straight-through", layers(ZBPConfig(mode="skip", param_mode="none")), estimates=True),
+        *(Arm(f"ZBP, {n} probes", layers(estimated(n)), estimates=True) for n in probes),
         *(
-            Arm(
-                f"ZBP, {n} probes, identity control",
-                layers(ZBPConfig(mode="cd", n_probes=n, param_mode="none", control="identity", shrink="mmse")),
-            )
+            Arm(f"ZBP, {n} probes beside identity", layers(estimated(n, control="identity")), estimates=True)
             for n in probes
         ),
         Arm("exact", layers(ZBPConfig(mode="exact", param_mode="none"))),
@@ -110,10 +131,28 @@ def _estimate_head(n: int) -> Prepare:
 
 
 def _differentiate_head(model: SentenceTransformer) -> None:
-    block: nn.Module = _head_of(model).block
-    block.local = block.f.intensity
-    block.zbp.configure(ZBPConfig(mode="exact", param_mode="none"))
+    _head_of(model).block.zbp.configure(ZBPConfig(mode="exact", param_mode="none"))
 
 
 def _apply(model: SentenceTransformer, names: list[str], config: ZBPConfig) -> None:
     apply_zbp(model, names, config, local=fake_quantised)
+
+
+def ladder_figure(path: str | os.PathLike, recall: Mapping[str, float], candidates: int) -> Path:
+    """Draw R@1 of every arm as a bar, and save the picture as a PNG.
+
+    Args:
+        path: where it goes.
+        recall: R@1 by arm, between 0 and 1, in the order of the bars.
+        candidates: among how many the right one was found.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 0.8 + 0.4 * len(recall)), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    bars = axes.barh(list(recall), [100 * value for value in recall.values()], color="#1f5fa8")
+    axes.bar_label(bars, fmt="%.1f", padding=3)
+    axes.invert_yaxis()
+    axes.set(xlabel=f"R@1 among {candidates}, %", xlim=(0, 110 * max(recall.values())))
+    axes.spines[["top", "right"]].set_visible(False)
+    return save_png(figure, path)

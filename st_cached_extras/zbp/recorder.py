@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from st_cached_extras.cards.figures import save_png
 from st_cached_extras.zbp.apply import zbp_blocks
 from st_cached_extras.zbp.estimators import LayerCall, exact
 
@@ -173,12 +174,7 @@ class ZBPRecorder(TrainerCallback):
             panel.grid(alpha=0.3)
         panels[0].set_ylabel("cosine with the exact gradient")
         panels[0].legend(fontsize="small")
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(".unfinished")
-        figure.savefig(unfinished, format="png")
-        os.replace(unfinished, path)
-        return path
+        return save_png(figure, path)
 
     def _backward(self) -> None:
         device = next(self._trainer.model.parameters()).device

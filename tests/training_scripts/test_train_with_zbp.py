@@ -1,0 +1,104 @@
+"""The script trains every arm through the simulated hardware, and leaves a report, a figure, a card and a model."""
+
+import json
+import re
+import runpy
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+from PIL import Image
+from sentence_transformers import SentenceTransformer
+
+from st_cached_extras.testing.tiny_models import random_sentences, tiny_text_model
+
+SCRIPTS = Path(__file__).parents[2] / "training_scripts"
+SCRIPT = SCRIPTS / "train_with_zbp.py"
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory) -> list[str]:
+    """A tiny model and pairs of texts on this disk, as arguments."""
+    folder = tmp_path_factory.mktemp("material")
+    tiny_text_model(layers=3).save_pretrained(str(folder / "model"), create_model_card=False)
+    texts = list(dict.fromkeys(random_sentences(160, 1)))
+    pairs = Dataset.from_dict({"id": range(len(texts)), "term": texts, "gloss": random_sentences(len(texts), 2)})
+    pairs.to_parquet(str(folder / "pairs.parquet"))
+    return [
+        *("--model", str(folder / "model"), "--dataset", str(folder / "pairs.parquet"), "--columns", "term", "gloss"),
+        *("--max_steps", "2", "--per_device_train_batch_size", "8", "--mini_batch_size", "4", "--use_cpu", "true"),
+        *("--disable_tqdm", "true", "--seed", "0"),
+    ]
+
+
+def run(monkeypatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *arguments])
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+
+
+@pytest.mark.parametrize(
+    ("scenario", "expected"),
+    [
+        (
+            "optical",
+            ["nothing trained", "head ignored", "linear surrogate", "ZBP, 2 probes", "ZBP, 3 probes", "exact"],
+        ),
+        (
+            "int8",
+            [
+                "nothing trained",
+                "autograd as it is",
+                "straight-through",
+                "ZBP, 2 probes",
+                "ZBP, 3 probes",
+                "ZBP, 2 probes beside identity",
+                "ZBP, 3 probes beside identity",
+                "exact",
+            ],
+        ),
+    ],
+)
+def test_every_arm_is_trained_reported_and_drawn(scenario, expected, material, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
+    arguments = ["--scenario", scenario, "--probes", "2", "3", "--output_dir", str(out)]
+    run(monkeypatch, *material, *arguments, "--record_every", "1")
+    rows = json.loads((out / "report.json").read_text())
+    assert [row["Arm"] for row in rows] == expected
+    assert all(0 <= row["R@1"] <= 1 and 0 <= row["MRR@10"] <= 1 for row in rows)
+    queries = {row["Arm"]: row["Queries"] for row in rows}
+    # Two steps of two columns of two mini-batches of 4; in the int8 scenario, in each of two layers.
+    each = 2 * 2 * 2 * (2 if scenario == "int8" else 1)
+    assert queries["ZBP, 2 probes"] == each * 4 and queries["ZBP, 3 probes"] == each * 6 and queries["exact"] == 0
+    with Image.open(out / "arms.png") as picture:
+        assert picture.width >= 800
+    assert (out / "gradients-ZBP,-2-probes.png").exists()
+    card = (out / "final" / "README.md").read_text()
+    assert "| exact |" in card and "(arms.png)" in card and "train_with_zbp.py --model" in card
+    assert re.search(r"\*\*Arm:\*\* \w+", card) and "The hardware is a simulation" in card
+    printed = capsys.readouterr().out
+    assert str(out / "final") in printed and "| ZBP, 3 probes |" in printed
+    loaded = SentenceTransformer(str(out / "final"), device="cpu", trust_remote_code=scenario == "optical")
+    assert loaded.encode(["w1 w2"]).shape == (1, 512 if scenario == "optical" else 16)
+
+
+def test_wrong_arms_and_columns_are_refused_by_name(material, tmp_path, monkeypatch):
+    out = ("--output_dir", str(tmp_path))
+    with pytest.raises(ValueError, match=r"--arms has \['magic'\]; the arms are \['nothing trained'"):
+        run(monkeypatch, *material, *out, "--arms", "magic")
+    with pytest.raises(ValueError, match=r"--columns is \['term'\]; expected two of \['id', 'term', 'gloss'\]"):
+        run(monkeypatch, *material, *out, "--columns", "term")
+
+
+def test_installed_docstrings_are_pairs(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import text_pairs
+
+    monkeypatch.setattr(text_pairs, "PACKAGES", ("accelerate",))
+    pairs = text_pairs.text_pairs(None, None, 50, seed=0)
+    assert pairs.column_names == ["query", "answer"] and len(set(pairs["query"])) == len(pairs) == 50
+    assert "prepare model" in set(text_pairs.text_pairs(None, None, 10_000, seed=0)["query"])
