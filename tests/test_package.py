@@ -19,6 +19,8 @@ def test_the_package_imports_without_its_extras():
         "data",
         "testing.dense_rbf",
         "cards.model_card",
+        "zbp",
+        "zbp.ladder",
     )
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({BLOCKED!r}));"

@@ -108,7 +108,7 @@ def main() -> None:
             best, best_score = (arm.name, model), recall
 
     # Report, figure, card, model
-    if args.process_index:
+    if args.process_index > 0:
         return
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "report.json").write_text(json.dumps(rows, indent=1))
@@ -168,9 +168,8 @@ def fit(
 
 
 def retrieval(pairs: Dataset, batch_size: int) -> InformationRetrievalEvaluator:
-    """How often a query finds its answer among all held out."""
-    queries = {str(row): query for row, query in enumerate(pairs["query"])}
-    answers = {str(row): answer for row, answer in enumerate(pairs["answer"])}
+    """How often a query finds its answer."""
+    queries, answers = ({str(row): text for row, text in enumerate(pairs[name])} for name in ("query", "answer"))
     relevant = {row: {row} for row in queries}
     return InformationRetrievalEvaluator(
         queries, answers, relevant, accuracy_at_k=[1], mrr_at_k=[10], name="held_out", batch_size=batch_size

