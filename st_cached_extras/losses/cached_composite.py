@@ -163,6 +163,13 @@ class CachedCompositeLoss(ReplayLoss):
             by_component[name.split(".", 1)[0]] = stacked_rows(rows, len(feature) // count, len(feature))
         return by_component
 
+    def update_balance(self, metrics: Mapping[str, Tensor]) -> None:
+        """Every component adapts to its own metrics."""
+        for name, component in self.components.items():
+            prefix = f"{name}/"
+            own = {key.removeprefix(prefix): x for key, x in metrics.items() if key.startswith(prefix)}
+            component.update_balance(own)
+
     def _sharing(self) -> list[list[str]]:
         """The components by what they extract: those that take the sentence embedding as it is share it."""
         plain = [name for name, loss in self.components.items() if type(loss).extract is ReplayLoss.extract]

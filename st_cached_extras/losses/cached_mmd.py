@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -201,21 +201,8 @@ class CachedMultiEncoderMMDLoss(ReplayLoss):
         stacked = len(next(iter(features.values())))
         return stacked_rows(rows, stacked // count, stacked)
 
-    def forward_cached(
-        self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None
-    ) -> Tensor | dict[str, Tensor]:
-        """See :meth:`ReplayLoss.forward_cached`. In training, a balance of the encoders takes in their raw values."""
-        loss = super().forward_cached(sentence_features, labels)
-        if torch.is_grad_enabled():
-            self.update_balance(self.metrics)
-        return loss
-
     def update_balance(self, metrics: Mapping[str, Tensor]) -> None:
-        """Hand the raw values "mmd/NAME", averaged over ranks, to the balance of the encoders, if there is one.
-
-        Inside a composite loss nobody else does: call it after a training step with the composite's metrics, without
-        the component's name before theirs.
-        """
+        """Hand the raw values "mmd/NAME", averaged over ranks, to the balance of the encoders, if there is one."""
         if self.objective.balance is None:
             return
         world = engine_of(self.model).world

@@ -151,6 +151,9 @@ class ReplayLoss(CachedLossMixin, nn.Module):
         """The rows of the features that come from selected ``rows`` (int64 [b]) of the batch's ``count``."""
         return rows
 
+    def update_balance(self, metrics: Mapping[str, Tensor]) -> None:
+        """Called once per training forward with what the objective reported; a loss that adapts overrides it."""
+
     def extract(self, outputs: Mapping[str, Any]) -> Tensor:
         """The features [n, D] of one mini-batch, from the model's outputs for it; run again in the replay."""
         return outputs["sentence_embedding"]
@@ -287,6 +290,7 @@ class ReplayLoss(CachedLossMixin, nn.Module):
             value = self.calculate_loss(reps, labels, with_backward=True)
         finally:
             self._rows = None
+        self.update_balance(self.metrics)
         selection_weight = 1.0 if selected is None else columns[0].rows.count / len(selected)
         weight = self.world_factor * selection_weight
         own = list(self.own_parameters().values())

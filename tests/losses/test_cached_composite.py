@@ -266,3 +266,21 @@ def test_bad_components_are_named(make_components, error, words):
     model = tiny_text_model()
     with pytest.raises(error, match=words):
         CachedCompositeLoss(model, make_components(model))
+
+
+def test_components_adapt_to_their_own_metrics_once_per_training_forward():
+    class Adapting(CachedSupConLoss):
+        def update_balance(self, metrics):
+            seen.append(dict(metrics))
+
+    seen = []
+    model = tiny_text_model()
+    loss = CachedCompositeLoss(model, {"first": (InfoNCE(), 1.0), "second": (Adapting(model), 1.0)})
+    labels = torch.tensor([0, 0, 1])
+    total(loss(text_columns(model, 3, 2), labels)).backward()
+    with torch.no_grad():
+        loss(text_columns(model, 3, 2), labels)
+    assert seen == [{"rows_without_positives": torch.tensor(0)}]
+    seen.clear()
+    Adapting(model)(text_columns(model, 3, 1), labels)
+    assert seen == [{"rows_without_positives": torch.tensor(1)}]

@@ -11,7 +11,7 @@ from sentence_transformers.sentence_transformer import losses
 from torch import nn
 
 from st_cached_extras import CachedCompositeLoss, CachedInfoNCELoss, CachedLoss, CachedSigmoidLoss, CachedSupConLoss
-from st_cached_extras.objectives import InfoNCE, Sigmoid, SupCon
+from st_cached_extras.objectives import InfoNCE, Sigmoid
 from st_cached_extras.replay import ReplayLoss
 from st_cached_extras.testing.loss_check import total
 from st_cached_extras.testing.ranks import run_on_ranks
