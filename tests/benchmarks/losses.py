@@ -3,9 +3,9 @@
     python -m tests.benchmarks.losses --batch_size 4096 --dim 384 --threads 1 --repeats 5
 
 Value and gradients from embeddings that are there already. "Chunked" is written as the ``calculate_loss`` of
-sentence-transformers' cached losses: a chunk of rows at a time forward and backward, at the fastest of several chunk
-sizes. "Products" are the three that no implementation can leave out: S = u vᵀ, S v and Sᵀ u. CPU-seconds of the
-process; the sides take turns within one run.
+sentence-transformers' cached losses: the embeddings are one leaf per mini-batch, and as many rows at a time go forward
+and backward; at the fastest of several sizes. "Products" are the three that no implementation can leave out: S = u vᵀ,
+S v and Sᵀ u. CPU-seconds of the process; the sides take turns within one run.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import torch
 from sentence_transformers.sentence_transformer import losses
+from sentence_transformers.util import cos_sim
 from torch import Tensor, nn
 
 from st_cached_extras.objectives import InfoNCE, LossObjective, Objective, Sigmoid, SupCon
@@ -46,31 +47,28 @@ def make_features(batch_size: int, dim: int, columns: int) -> dict[str, Tensor]:
 # The same losses under autograd. ``rows`` of the loss against everything: the whole batch, or a chunk.
 
 
-def sigmoid_rows(embeddings: list[Tensor], labels: Tensor | None, begin: int, end: int) -> Tensor:
-    anchor, positive = (nn.functional.normalize(x) for x in embeddings)
-    logits = 10.0 * anchor[begin:end] @ positive.T - 10.0
+def sigmoid_rows(embeddings: list[Tensor], labels: Tensor, begin: int, end: int) -> Tensor:
+    logits = 10.0 * cos_sim(embeddings[0][begin:end], embeddings[1]) - 10.0
     y = -torch.ones_like(logits)
     y.diagonal(begin).fill_(1.0)
-    return -nn.functional.logsigmoid(y * logits).sum() / len(anchor)
+    return -nn.functional.logsigmoid(y * logits).sum() / len(labels)
 
 
 def supcon_rows(embeddings: list[Tensor], labels: Tensor, begin: int, end: int) -> Tensor:
-    (z,) = (nn.functional.normalize(x) for x in embeddings)
-    logits = 10.0 * z[begin:end] @ z.T
+    logits = 10.0 * cos_sim(embeddings[0][begin:end], embeddings[0])
     itself = torch.zeros_like(logits, dtype=torch.bool)
     itself.diagonal(begin).fill_(True)
     positive = (labels[begin:end, None] == labels) & ~itself
     log_p = logits.masked_fill(itself, -torch.inf).log_softmax(1)
-    return -(log_p.masked_fill(~positive, 0.0).sum(1) / positive.sum(1)).sum() / len(z)
+    return -(log_p.masked_fill(~positive, 0.0).sum(1) / positive.sum(1)).sum() / len(labels)
 
 
 def grouped_rows(embeddings: list[Tensor], labels: Tensor, begin: int, end: int) -> Tensor:
-    anchor, positive = (nn.functional.normalize(x) for x in embeddings)
-    logits = 20.0 * anchor[begin:end] @ positive.T
+    logits = 20.0 * cos_sim(embeddings[0][begin:end], embeddings[1])
     same = labels[begin:end, None] == labels
     same.diagonal(begin).fill_(False)
     target = torch.arange(begin, end)
-    return nn.functional.cross_entropy(logits.masked_fill(same, -torch.inf), target, reduction="sum") / len(anchor)
+    return nn.functional.cross_entropy(logits.masked_fill(same, -torch.inf), target, reduction="sum") / len(labels)
 
 
 CLOSED: dict[str, tuple[Callable[[], Objective], int, Callable[..., Tensor]]] = {
@@ -82,10 +80,11 @@ CLOSED: dict[str, tuple[Callable[[], Objective], int, Callable[..., Tensor]]] = 
 
 def by_autograd(features: dict[str, Tensor], labels: Tensor, rows: Callable[..., Tensor], chunk: int) -> list[Tensor]:
     """Gradients, a chunk of rows at a time."""
-    leaves = [x.detach().requires_grad_() for x in features.values()]
-    for begin in range(0, len(leaves[0]), chunk):
-        rows(leaves, labels, begin, min(begin + chunk, len(leaves[0]))).backward()
-    return [leaf.grad for leaf in leaves]
+    leaves = [[x.detach().requires_grad_() for x in column.split(chunk)] for column in features.values()]
+    embeddings = [torch.cat(column) for column in leaves]
+    for begin in range(0, len(labels), chunk):
+        rows(embeddings, labels, begin, min(begin + chunk, len(labels))).backward()
+    return [torch.cat([leaf.grad for leaf in column]) for column in leaves]
 
 
 def make_products(features: dict[str, Tensor], chunk: int) -> Callable[[], None]:

@@ -11,9 +11,10 @@ from sentence_transformers.sentence_transformer.losses import (
     MultipleNegativesRankingLoss,
 )
 from sentence_transformers.util import dot_score
+from torch import nn
 
 from st_cached_extras import CachedInfoNCELoss
-from st_cached_extras.testing import LossCheckCase
+from st_cached_extras.testing import LossCheckCase, LossEqualityCase
 from st_cached_extras.testing.tiny_models import text_columns, tiny_text_model
 
 
@@ -83,6 +84,42 @@ def test_is_a_drop_in_for_the_cached_loss_of_sentence_transformers():
     assert list(ours)[: len(theirs)] == list(theirs)
     assert all(ours[name].default == theirs[name].default for name in theirs)
     assert all(ours[name].kind == inspect.Parameter.KEYWORD_ONLY for name in list(ours)[len(theirs) :])
+
+
+class Grouped(MultipleNegativesRankingLoss):
+    """Rows of one group are never each other's negatives, and the positive has a margin: masks on a dense matrix."""
+
+    def compute_loss_from_embeddings(self, embeddings, labels):
+        anchor, *documents = (nn.functional.normalize(x) for x in embeddings)
+        itself = torch.eye(len(anchor)).bool()
+        blocks = []
+        for column, document in enumerate(documents):
+            margin = 0.15 * itself.to(anchor.dtype) if column == 0 else 0.0
+            block = 20.0 * (anchor @ document.T - margin)
+            blocks.append(block.masked_fill((labels[:, None] == labels) & ~itself, -torch.inf))
+        return nn.functional.cross_entropy(torch.cat(blocks, dim=1), torch.arange(len(anchor)))
+
+
+class TestWithGroupsAndAMargin(LossEqualityCase):
+    num_columns = 3
+
+    def make_loss(self, model, **kwargs):
+        return CachedInfoNCELoss(model, labels_as_groups=True, margin=0.15, **kwargs)
+
+    def make_plain_loss(self, model):
+        return Grouped(model)
+
+    def make_labels(self, rows, seed):
+        return torch.arange(rows) % 3
+
+
+def test_labels_are_ignored_unless_they_are_groups():
+    model = tiny_text_model()
+    columns, labels = text_columns(model, 6), torch.zeros(6)
+    loss = CachedInfoNCELoss(model)
+    assert torch.equal(loss([dict(column) for column in columns], labels), loss([dict(c) for c in columns], None))
+    with pytest.raises(TypeError, match="labels: found None, expected a group id"):
+        CachedInfoNCELoss(model, labels_as_groups=True)([dict(column) for column in columns], None)
 
 
 def test_one_column_is_refused_by_name():
