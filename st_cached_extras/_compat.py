@@ -12,7 +12,11 @@ from typing import Any
 import sentence_transformers
 import torch.distributed as dist
 from datasets import Dataset
+from sentence_transformers.base.model import BaseModel
+from sentence_transformers.base.modules import Module
+from sentence_transformers.util import fullname
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PretrainedConfig
 
 try:
@@ -30,6 +34,7 @@ __all__ = [
     "deepspeed_reduce",
     "deepspeed_without_reduction",
     "get_batch_size",
+    "model_of_checkpoint",
     "rendezvous_store",
     "source_of",
     "uncompiled",
@@ -54,6 +59,14 @@ def source_of(config: PretrainedConfig) -> str:
 def rendezvous_store() -> dist.Store:
     """The key-value store by which the ranks found each other: reachable while they wait in a collective."""
     return dist.distributed_c10d._get_default_store()
+
+
+def model_of_checkpoint(model: Any, path: str) -> BaseModel:
+    """The model that a Trainer has saved in a checkpoint of ``model``, made of the same classes of modules."""
+    model = uncompiled(model)
+    classes = {fullname(module): type(module) for module in model.modules() if isinstance(module, Module)}
+    plain = next(parent for parent in type(model).__mro__ if not issubclass(parent, FSDPModule))
+    return plain._load_with_module_classes(path, classes, trust_remote_code=model.trust_remote_code)
 
 
 @contextmanager

@@ -1,8 +1,9 @@
-"""A Trainer that also keeps what losses own.
+"""A Trainer that also keeps what losses own, and writes whole models where ranks hold shards.
 
 ``SentenceTransformerTrainer`` trains the parameters of a loss but saves only the model: on resuming, a learned scale
 starts anew beside the optimizer state of the old one. The mixin writes them, and every other state that a replay
-needs to go on as before, into one file of each checkpoint.
+needs to go on as before, into one file of each checkpoint. Under FSDP2 and DeepSpeed it trains them, too, which fails
+without it, and gathers the weights that it saves.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -19,12 +21,17 @@ from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformerTrainer
 from sentence_transformers.base.model import BaseModel
 from torch import Tensor, nn
+from transformers import TrainerCallback
+from transformers.integrations.deepspeed import deepspeed_load_checkpoint
 
-from st_cached_extras._compat import uncompiled
+from st_cached_extras._compat import model_of_checkpoint, uncompiled
+from st_cached_extras.distributed.checkpoints import load_whole_weights, saving, whole_weights
+from st_cached_extras.distributed.own_parameters import LossOptimizer, split_groups
 
 logger = logging.getLogger(__name__)
 
 LOSS_STATE_FILE = "loss_state.safetensors"
+GROUP_NAMES = {"params", "model", "optimizer_dict"}  # what Trainer calls an optimizer's parameter groups
 
 
 class ReplayTrainerMixin:
@@ -35,12 +42,19 @@ class ReplayTrainerMixin:
     every module of the loss and of the model that has one. It is written to ``loss_state.safetensors`` in the
     checkpoint's folder, under the path of its module.
 
+    Under FSDP2 and DeepSpeed, parameters of the loss are stepped by an optimizer of their own, of the same kind and
+    with the same schedule; every checkpoint and every ``save_model`` holds the whole model, to be loaded by
+    ``SentenceTransformer(folder)``; and resuming and loading the best model work.
+
     Raises:
         ValueError: on resuming, if the checkpoint's loss state is damaged or belongs to other losses.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._loss_optimizer: LossOptimizer | None = None
+        self._loss_scale = 1.0
         super().__init__(*args, **kwargs)
+        self.add_callback(_StepLosses(self))
         for _, module in self._loss_modules():
             if hasattr(module, "state_is_saved"):
                 module.state_is_saved = True
@@ -74,18 +88,101 @@ class ReplayTrainerMixin:
             prefix = f"{path}.replay_state."
             module.load_replay_state({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
 
-    # ------------------------------------------------------------------------------------ the Trainer's hooks
+    # ------------------------------------------------------------------------------------ training
+
+    @property
+    def _shards(self) -> bool:
+        """Whether an engine trains that knows the model's parameters alone."""
+        return self.is_deepspeed_enabled or self.is_fsdp_enabled
+
+    def get_optimizer_cls_and_kwargs(self, args: Any, model: Any = None) -> tuple[Any, Any]:
+        optimizer_cls, kwargs, _ = self._split_optimizer(args, model)
+        return optimizer_cls, kwargs
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        optimizer = super().create_optimizer(model)
+        if self._loss_optimizer is None:
+            optimizer_cls, kwargs, groups = self._split_optimizer(self.args, model)
+            if groups:
+                options = {name: value for name, value in kwargs.items() if name not in GROUP_NAMES}
+                self._loss_optimizer = LossOptimizer(optimizer_cls(groups, **options), self.args.learning_rate)
+        return optimizer
+
+    def _split_optimizer(self, args: Any, model: Any) -> tuple[Any, dict[str, Any], list[dict[str, Any]]]:
+        """Class and arguments of the model's optimizer, and the groups of the losses' where they have one apart."""
+        optimizer_cls, kwargs = super().get_optimizer_cls_and_kwargs(args, model)
+        own = [parameter for _, parameter in self._loss_parameters() if parameter.requires_grad]
+        if not self._shards or not own:
+            return optimizer_cls, kwargs, []
+        (name,) = GROUP_NAMES & kwargs.keys()
+        groups, of_losses = split_groups(kwargs[name], own)
+        return optimizer_cls, {**kwargs, name: groups}, of_losses
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        self._loss_scale = self._current_loss_scale()  # the step itself may change it
+        return super().training_step(*args, **kwargs)
+
+    def _current_loss_scale(self) -> float:
+        if self.is_deepspeed_enabled:
+            return float(getattr(self.model_wrapped.optimizer, "loss_scale", 1.0))
+        scaler = getattr(self.accelerator, "scaler", None)
+        return 1.0 if scaler is None else scaler.get_scale()
+
+    def _step_losses(self) -> None:
+        if self._loss_optimizer is not None and not self.accelerator.optimizer_step_was_skipped:
+            self._loss_optimizer.step(self._get_learning_rate(), self._loss_scale)
+        for _, parameter in self._loss_parameters():  # the Trainer zeroes those of the model
+            parameter.grad = None
+
+    # ------------------------------------------------------------------------------------ saving and loading
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if not self._shards:
+            super().save_model(output_dir, _internal_call)
+            return
+        # Trainer would leave it to the kind of sharded checkpoint whether the model is written at all.
+        self._save(output_dir)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        super()._save(output_dir, state_dict)
+        if self._shards:
+            # All ranks, because the model card is made with embeddings of the model. The others' files are not kept.
+            with saving(self.model, whole_weights(self.model_wrapped)), TemporaryDirectory() as elsewhere:
+                super()._save(output_dir if self.args.should_save else elsewhere)
+        elif self.args.should_save:
+            super()._save(output_dir)
+        if not self.args.should_save:
+            return
         if state := self.loss_state():
             path = Path(output_dir if output_dir is not None else self.args.output_dir) / LOSS_STATE_FILE
             unfinished = path.with_suffix(".unfinished")
             save_file(state, unfinished)
             os.replace(unfinished, path)
 
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self._loss_optimizer is not None and self.args.should_save:
+            self._loss_optimizer.save(output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        if self._loss_optimizer is not None:
+            self._loss_optimizer.load(checkpoint)
+        if self.is_deepspeed_enabled:  # which loads the model on its own
+            self._load_loss_state_from(checkpoint)
+
     def _load_from_checkpoint(self, checkpoint_path: str, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_checkpoint(checkpoint_path, *args, **kwargs)
+        if self.is_deepspeed_enabled:
+            deepspeed_load_checkpoint(self.model_wrapped, checkpoint_path)
+        elif self.is_fsdp_enabled:
+            first = self.accelerator.is_main_process
+            weights = model_of_checkpoint(self.model, checkpoint_path).state_dict() if first else {}
+            load_whole_weights(self.model, weights)
+        else:
+            super()._load_from_checkpoint(checkpoint_path)
         self._load_loss_state_from(checkpoint_path)
 
     def _load_loss_state_from(self, checkpoint_path: str) -> None:
@@ -123,6 +220,16 @@ class ReplayTrainerMixin:
         for path, module in (*self._loss_modules(), *model):
             if hasattr(module, "replay_state"):
                 yield path, module
+
+
+class _StepLosses(TrainerCallback):
+    """Steps the losses' parameters after the model's."""
+
+    def __init__(self, trainer: ReplayTrainerMixin) -> None:
+        self._trainer = trainer
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer._step_losses()
 
 
 def _outside_of_models(path: str, module: nn.Module, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:

@@ -141,6 +141,33 @@ def make_accelerator(
     return Accelerator(gradient_accumulation_steps=accumulation, deepspeed_plugin=plugin)
 
 
+def trainer_arguments(engine: str, *, layers: tuple[str, ...] = ("BertLayer",), **zero_options: Any) -> dict[str, Any]:
+    """Arguments of ``TrainingArguments`` under which the Trainer uses the engine on this rank.
+
+    Make the arguments and the trainer inside :func:`fsdp2_on_cpu`.
+
+    Args:
+        engine: one of :data:`ENGINES`, or "plain" for one process.
+        layers: class names of the modules that FSDP2 shards one by one.
+        zero_options: entries of DeepSpeed's ``zero_optimization``.
+    """
+    forget_engine()
+    if engine == "plain":
+        return {"use_cpu": True}
+    describe_rank()
+    if engine == "ddp":
+        return {"use_cpu": True, "ddp_backend": "gloo"}
+    if engine == "fsdp2":
+        options = {"version": 2, "transformer_layer_cls_to_wrap": list(layers), "reshard_after_forward": True}
+        return {"use_cpu": True, "ddp_backend": "gloo", "fsdp": True, "fsdp_config": options}
+    deepspeed_on_cpu()
+    config = deepspeed_config(int(engine.removeprefix("zero")), **zero_options)
+    config |= dict.fromkeys(
+        ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto"
+    )
+    return {"deepspeed": config, "use_cpu": False, "accelerator_config": {"use_configured_state": True}}
+
+
 def check_wrapped(model: Any, engine: str) -> None:
     """Raise unless the model is wrapped by the engine."""
     names = [parent.__name__ for parent in type(model).__mro__]
