@@ -52,7 +52,7 @@ class TinyVideoGenerator(
         self.motion = nn.Linear(width, 4)  # where the middle of the path is, and half of the way
         self.wobble = nn.Linear(width, 2 * frames)  # what is not steady about the path
         self.background = nn.Linear(width, 3)
-        self.colour = nn.Sequential(nn.Linear(count, width), nn.SiLU(), nn.Linear(width, 3))
+        self.colour = nn.Linear(count, 3)
         small = sprite_side // 4
         self.sprite = nn.Sequential(
             nn.Linear(count, width),
@@ -69,6 +69,10 @@ class TinyVideoGenerator(
             nn.SiLU(),
             nn.Conv2d(8, 1, 3, padding=1),
         )
+        # Every sprite begins as a soft disc in the middle of its square.
+        from_middle = torch.linspace(-1, 1, sprite_side).square()
+        disc = 3 - 10 * (from_middle[:, None] + from_middle)  # [s, s], before the sigmoid
+        self.register_buffer("disc", disc, persistent=False)
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Scene:
         """A scene per row.
@@ -86,8 +90,8 @@ class TinyVideoGenerator(
         time = torch.linspace(-1, 1, self.frames, device=condition.device)[:, None]
         wobble = self.wobble(hidden).unflatten(1, (self.frames, 2))
         return {
-            "sprite": self.sprite(condition).sigmoid(),
-            "path": middle + time * way + 0.1 * wobble,
+            "sprite": (self.sprite(condition) + self.disc).sigmoid(),
+            "path": (middle + time * way + 0.1 * wobble).tanh(),  # a sprite that has left the frame is lost
             "colour": self.colour(condition).sigmoid(),
             "background": (self.background(hidden) - 2).sigmoid(),
         }

@@ -37,6 +37,7 @@ from transformers import HfArgumentParser, get_cosine_schedule_with_warmup, set_
 
 from st_cached_extras.data import moving_shapes
 from st_cached_extras.data.moving_shapes import COLOURS, SHAPES
+from st_cached_extras.encoders import Whitened
 from st_cached_extras.objectives.mmd import EncoderBalance, MultiEncoderMMD, NystromReference
 from st_cached_extras.replay import FeatureGradientReplay, Stage, Staged
 
@@ -67,6 +68,11 @@ class Arguments:
     scales: list[float] = field(
         default_factory=lambda: [0.25, 0.5, 1.0, 2.0],
         metadata={"help": "Bandwidths, in units of the median distance."},
+    )
+    kernel: str = field(default="rational_quadratic", metadata={"help": "gaussian, laplace, rational_quadratic..."})
+    whitened_dimensions: int = field(
+        default=64,
+        metadata={"help": "Principal axes of each encoder's features that count alike; 0 for raw features."},
     )
     landmarks: int = field(default=1024, metadata={"help": "Landmarks that sum up real clips."})
     tower_steps: int = field(default=100, metadata={"help": "Steps of the tower."})
@@ -102,6 +108,9 @@ def main() -> None:
     judge = load_classifier(judge_file, READ).to(accelerator.device)
     encoders = make_encoders(args.encoders, tower, dtype=args.dtype, mini_batch_size=args.mini_batch_size)
     encoders = {name: encoder.to(accelerator.device) for name, encoder in encoders.items()}
+    if args.whitened_dimensions:
+        features = features_of(encoders, train)
+        encoders = {name: Whitened.fit(encoders[name], x, args.whitened_dimensions) for name, x in features.items()}
 
     # Generator
     generator = TinyVideoGenerator(vocabulary(train_captions), frames=train.shape[1], side=train.shape[-1])
@@ -116,7 +125,13 @@ def main() -> None:
     for name, x in features_of(encoders, train).items():
         weight = args.condition_weight * spread(x) / spread(conditions)
         references[name] = NystromReference.fit(
-            x, condition=conditions, condition_weight=weight, landmarks=args.landmarks, scales=args.scales, name=name
+            x,
+            condition=conditions,
+            condition_weight=weight,
+            landmarks=args.landmarks,
+            kernel=args.kernel,
+            scales=args.scales,
+            name=name,
         )
     objective = MultiEncoderMMD(references)
     evaluator = GeneratorEvaluator(

@@ -1,4 +1,4 @@
-"""Encoders that need no download and no training: pooled pixels, and convolutions with random weights."""
+"""Encoders that need no download and no training: pooled pixels, and statistics of random filters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from st_cached_extras.encoders.frozen import FrozenEncoder
 
 
 class PooledPixels(FrozenEncoder):
-    """Mean colours over a grid of boxes in time and space: [B, steps, rows · columns · 3].
+    """Mean colours over a grid of boxes in time and space: [B, steps, 3 · rows · columns].
 
     Coarse, and for that reason a guide from far away: a shape in the wrong place still feels where it belongs.
 
@@ -27,37 +27,28 @@ class PooledPixels(FrozenEncoder):
 
 
 class RandomConvolution3d(FrozenEncoder):
-    """Two layers of random convolutions over time and space, and means over boxes: [B, steps, D].
+    """How strongly random filters over space and two frames respond, whatever the place: [B, steps, 2 · channels].
 
-    What random features of local patches tell apart, a distribution can be matched on; nothing is learnt.
+    Per step of time, the mean and the standard deviation over the picture of each filter's rectified response. What
+    there is to see, such as colours, corners and motion, is in them, and where it is, is not: two random clips of the
+    same kind come close to each other, and a kernel of modest width has something to compare.
 
     Args:
-        channels: of the two layers.
-        grid: boxes per side over which the second layer's features are averaged; a position's D is
-            channels · grid².
-        seed: of the weights.
+        channels: number of filters.
+        seed: of the filters.
         mini_batch_size: clips at once.
     """
 
-    def __init__(
-        self, channels: int = 32, grid: int = 4, *, seed: int = 0, mini_batch_size: int | None = None
-    ) -> None:
-        empty = nn.utils.skip_init  # the weights come from a generator of their own, below
-        layers = nn.Sequential(
-            empty(nn.Conv3d, 3, channels, (2, 5, 5), stride=(2, 2, 2), padding=(0, 2, 2)),
-            nn.GELU(),
-            empty(nn.Conv3d, channels, channels, (2, 3, 3), stride=(1, 2, 2), padding=(0, 1, 1)),
-            nn.GELU(),
-        )
+    def __init__(self, channels: int = 64, *, seed: int = 0, mini_batch_size: int | None = None) -> None:
+        # The weights come from a generator of their own.
+        filters = nn.utils.skip_init(nn.Conv3d, 3, channels, (2, 5, 5), stride=2, padding=(0, 2, 2))
         generator = torch.Generator().manual_seed(seed)
-        for layer in layers:
-            if isinstance(layer, nn.Conv3d):
-                nn.init.orthogonal_(layer.weight.flatten(1), 2.0, generator=generator)
-                nn.init.uniform_(layer.bias, -0.5, 0.5, generator=generator)
-        super().__init__(layers, mini_batch_size=mini_batch_size)
-        self.grid = grid
+        nn.init.orthogonal_(filters.weight.flatten(1), 2.0, generator=generator)
+        nn.init.uniform_(filters.bias, -0.5, 0.5, generator=generator)
+        super().__init__(filters, mini_batch_size=mini_batch_size)
 
     def encode(self, pixels: Tensor) -> Tensor:
-        features = self.encoder(2 * pixels.transpose(1, 2) - 1)  # [B, C, steps, h, w]
-        pooled = F.adaptive_avg_pool3d(features, (features.shape[2], self.grid, self.grid))
-        return pooled.movedim(2, 1).flatten(2)
+        responses = F.relu(self.encoder(2 * pixels.transpose(1, 2) - 1))  # [B, channels, steps, h, w]
+        variance, mean = torch.var_mean(responses, dim=(3, 4), correction=0)
+        deviation = (variance + 1e-6).sqrt()  # has a derivative where nothing responds
+        return torch.cat([mean, deviation], dim=1).mT  # [B, steps, 2 · channels]
