@@ -34,10 +34,10 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_teacher(parser)
     parser.add_argument("--paired", type=int, nargs="+", default=[32, 128], help="pairs to learn from")
-    parser.add_argument("--unpaired", type=int, default=4096, help="texts for the MMD, and for its reference as many")
+    parser.add_argument("--unpaired", type=int, default=2048, help="texts for the MMD, and for its reference as many")
     parser.add_argument("--held_out", type=int, default=1000, help="texts to score on")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch_size", type=int, default=512, help="unpaired texts per step")
     parser.add_argument("--weights", type=float, nargs="+", default=[0.01, 0.1], help="of the normalised MMD")
     parser.add_argument("--scales", type=float, nargs="+", default=[0.5, 1.0, 2.0])
@@ -141,7 +141,7 @@ def scores(embeddings: Tensor, targets: Tensor) -> dict[str, float]:
 Results = dict[tuple[str, int], list[dict[str, float]]]
 
 
-def draw(results: Results, paired: Sequence[int], path: Path) -> None:
+def draw(results: Results, paired: list[int], path: Path) -> None:
     """One panel per metric: means over seeds as bars, every seed as a point."""
     import matplotlib
 
@@ -151,17 +151,20 @@ def draw(results: Results, paired: Sequence[int], path: Path) -> None:
     losses = list(dict.fromkeys(loss for loss, _ in results))
     figure, panels = plt.subplots(1, len(METRICS), figsize=(11, 3.4), layout="constrained")
     height = 0.8 / len(paired)
+    colors = plt.get_cmap("viridis")([0.25 + 0.5 * place / len(paired) for place in range(len(paired))])
     for panel, metric in zip(panels, METRICS, strict=True):
-        for place, pairs in enumerate(paired):
-            values = [[run[metric] for run in results[loss, pairs]] for loss in losses]
-            at = [index + (place - (len(paired) - 1) / 2) * height for index in range(len(losses))]
-            panel.barh(at, list(map(statistics.mean, values)), height * 0.9, label=f"{pairs} pairs", alpha=0.8)
-            for y, of_loss in zip(at, values, strict=True):
-                panel.plot(of_loss, [y] * len(of_loss), "k.", markersize=4)
+        for (loss, pairs), runs in results.items():
+            values = [run[metric] for run in runs]
+            place = paired.index(pairs) - (len(paired) - 1) / 2 if pairs else 0.0
+            at, color = losses.index(loss) + place * height, colors[paired.index(pairs)] if pairs else "gray"
+            panel.barh(at, statistics.mean(values), height * 0.9, color=color)
+            panel.plot(values, [at] * len(values), "k.", markersize=3)
         panel.set_yticks(range(len(losses)), losses if panel is panels[0] else [])
         panel.invert_yaxis()
         panel.set_title(metric if metric != "gap" else "gap of the means (less is better)")
         panel.spines[["top", "right"]].set_visible(False)
+    for pairs, color in zip(paired, colors, strict=True):
+        panels[-1].barh(0, 0, color=color, label=f"{pairs} pairs")
     panels[-1].legend(frameon=False)
     figure.savefig(path, dpi=150)
 
@@ -176,9 +179,10 @@ def main() -> None:
         for base in ("MSE", "InfoNCE")
         for weight in (0.0, *arguments.weights)
     }
+    runs = [(paired, loss) for paired in arguments.paired for loss in losses]
     losses["MMD"] = ("", 1.0)
     results: Results = {}
-    for paired, loss in tqdm([(paired, loss) for paired in arguments.paired for loss in losses], desc="Train"):
+    for paired, loss in tqdm([*runs, (0, "MMD")], desc="Train"):
         results[loss, paired] = [experiment.run(*losses[loss], paired, seed) for seed in arguments.seeds]
     rows = []
     for loss, paired in results:

@@ -39,13 +39,8 @@ class PairSums:
     def __init__(
         self, x: Tensor, differentiated: int, own: int, kernel: Kernel, chunk_size: int | None = None
     ) -> None:
-        self.x, self.differentiated, self.own, self.kernel, self.chunk_size = (
-            x,
-            differentiated,
-            own,
-            kernel,
-            chunk_size,
-        )
+        self.x, self.differentiated, self.own = x, differentiated, own
+        self.kernel, self.chunk_size = kernel, chunk_size
         self._farthest = kernel.farthest(x.dtype)
         self.squared_norms = x.square().sum(dim=1)  # [N]
         self.gradient = x.new_zeros(differentiated, x.shape[1])
@@ -55,13 +50,12 @@ class PairSums:
     def among_themselves(self, factor: float) -> Tensor:
         """Σ_i Σ_j k(x_i, x_j) over own rows i and all rows j, i itself included; a scalar in fp64 where there is one.
 
-        Adds ``factor`` × its derivative by the rows, which are members of their pairs twice where both are own, to
-        the gradient: factor × Σ_j ∂k(x_i, x_j)/∂x_i.
+        Adds factor × Σ_j ∂k(x_i, x_j)/∂x_i to the gradient. The sum over all pairs of all ranks has twice that as its
+        derivative by x_i, because a row is the first member of some pairs and the second of others.
         """
         x, n, scales = self.x, len(self.x), len(self.kernel.scales)
         total = x.new_zeros((), dtype=summing_dtype(x))
-        # How often a pair counts in the sum over own rows: twice if both are own, and then only the strip of the
-        # first computes it.
+        # A pair of two own rows is computed once, in the strip of the first, and stands in the sum twice.
         counts = x.new_full((scales, n), 1 / scales)
         counts[:, : self.own] *= 2
         for begin, end, buffers in self._strips(n, triangular=True):

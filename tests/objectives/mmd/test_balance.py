@@ -29,6 +29,12 @@ def test_satisfied_encoders_get_nothing_and_the_total_stays():
     assert balance.update(dict.fromkeys(FLOORS, 0.0)) == pytest.approx(dict.fromkeys(FLOORS, 5 / 3))
 
 
+def test_the_temperature_follows_the_violators_alone():
+    weights = EncoderBalance(FLOORS, temperature=0.5).update({"a": 0.2, "b": 0.5, "c": 0.1})
+    powers = [math.exp(x / (0.5 * 0.2)) for x in (0.1, 0.3)]
+    assert list(weights.values()) == pytest.approx([3 * power / sum(powers) for power in powers] + [0.0])
+
+
 def test_huge_excesses_do_not_overflow():
     weights = EncoderBalance(FLOORS, temperature=1e-3).update({"a": 1e6, "b": 1.0, "c": 1.0})
     assert weights == pytest.approx({"a": 3.0, "b": 0.0, "c": 0.0})
