@@ -14,7 +14,6 @@ from st_cached_extras.objectives.contrastive import (
     Evaluation,
     exponentiate,
     own_entries,
-    same_group,
 )
 from st_cached_extras.objectives.similarity import ScoreBlock, Scores
 
@@ -79,17 +78,22 @@ class SupCon(ContrastiveObjective):
 
     def _evaluate(self, scores: Scores, labels: Tensor | None) -> Evaluation:
         views, N, _ = scores.keys.shape
+        if labels is not None:
+            if labels.ndim == 1:  # as consecutive numbers, which the scores' dtype holds exactly
+                labels = labels.unique(return_inverse=True)[1]
+            labels = labels.to(scores.keys.dtype)
         has_positives = self._has_positives(scores, labels)  # [N]
         # 1/|I|, or 0 where there are none, [N].
         share = has_positives.to(scores.keys.dtype) / (views * has_positives.sum()).clamp_min(1)
         loss = scores.keys.new_zeros(())
         s = self.scale
-        for begin, end, logits in self._chunks(scores, views * N):
-            positive = self._positives(scores, labels, begin, end)  # 1 or 0, [b, N]
+        for begin, end, scratch in self._chunks(scores, (views + 2) * N):
+            logits, positive, spare = scratch.split([views * N, N, N], dim=1)
+            self._mark_positives(positive, scores, labels, begin, end)
             own = slice(scores.offset + begin, scores.offset + end)
             for view in range(views):
                 block = ScoreBlock("view", view, slice(0, views), False, slice(0, views))
-                loss += self._chunk(s, scores, block, positive, share[own], logits, begin, end)
+                loss += self._chunk(s, scores, block, positive, share[own], logits, spare, begin, end)
         return Evaluation(loss, metrics={"rows_without_positives": N - has_positives.sum()})
 
     def _chunk(
@@ -100,16 +104,23 @@ class SupCon(ContrastiveObjective):
         positive: Tensor,
         share: Tensor,
         logits: Tensor,
+        spare: Tensor,
         begin: int,
         end: int,
     ) -> Tensor:
-        """One view of own rows ``begin`` to ``end`` forth and back; returns their share of the loss."""
+        """One view of own rows ``begin`` to ``end`` forth and back; returns their share of the loss.
+
+        Args:
+            positive: 1 or 0, [b, N].
+            share: what each row counts, [b].
+            logits, spare: scratch, [b, views·N] and [b, N].
+        """
         views, N, _ = scores.keys.shape
         scores.forward(block, begin, end, s, logits)
         E = logits.unflatten(1, (views, N))  # [b, views, N]
         itself = own_entries(logits, scores, begin, end)[block.row_column]  # [b]
         count = (views * positive.sum(dim=1) - 1).clamp_min_(1)  # |P_i|, [b]
-        mean_positive = ((E.sum(dim=1) * positive).sum(dim=1) - itself) / count
+        mean_positive = (torch.sum(E, dim=1, out=spare).mul_(positive).sum(dim=1) - itself) / count
         itself.fill_(-torch.inf)
         m = exponentiate(logits, s * scores.bound)
         n = logits.sum(dim=1)  # Σ_a exp(l_ia − m), [b]
@@ -126,18 +137,17 @@ class SupCon(ContrastiveObjective):
         if views > 1:
             return torch.ones(N, dtype=torch.bool, device=scores.keys.device)
         if labels.ndim == 1:
-            _, inverse, counts = labels.unique(return_inverse=True, return_counts=True)
-            return counts[inverse] > 1
+            classes = labels.long()
+            return classes.bincount()[classes] > 1
         return ((labels.sum(dim=0) > 1) & (labels > 0)).any(dim=1)
 
-    def _positives(self, scores: Scores, labels: Tensor | None, begin: int, end: int) -> Tensor:
-        """1 where a row of all ranks shares a class with own rows ``begin`` to ``end`` or is that row: [b, N]."""
+    def _mark_positives(self, positive: Tensor, scores: Scores, labels: Tensor | None, begin: int, end: int) -> None:
+        """1 where a row of all ranks shares a class with own rows ``begin`` to ``end`` or is that row, else 0."""
+        own = slice(scores.offset + begin, scores.offset + end)
         if labels is None:
-            positive = scores.keys.new_zeros(end - begin, scores.keys.shape[1])
+            positive.zero_()
         elif labels.ndim == 1:
-            positive = same_group(labels, scores, begin, end).to(scores.keys.dtype)
+            torch.eq(labels[own, None], labels, out=positive)
         else:
-            classes = labels.to(scores.keys.dtype)
-            positive = (classes[scores.offset + begin : scores.offset + end] @ classes.T).clamp_max_(1.0)
+            torch.mm(labels[own], labels.T, out=positive).clamp_max_(1.0)
         own_entries(positive, scores, begin, end).fill_(1.0)
-        return positive
