@@ -159,7 +159,7 @@ def fit(
     folder: Path,
 ) -> None:
     """Train one arm."""
-    loss = CachedInfoNCELoss(model, mini_batch_size=script.mini_batch_size)
+    loss = CachedInfoNCELoss(model, scale=arm.scale, mini_batch_size=script.mini_batch_size)
     trainer = ReplaySentenceTransformerTrainer(model=model, args=args, train_dataset=train, loss=loss)
     recorder = ZBPRecorder(trainer, script.record_every) if script.record_every and arm.estimates else None
     trainer.train()

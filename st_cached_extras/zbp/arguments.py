@@ -94,7 +94,7 @@ class LayerArguments:
         if not isinstance(mask, Tensor) or x.ndim != 3 or mask.ndim not in (2, 4) or mask.shape[-1] != x.shape[1]:
             return None
         if mask.ndim == 4:
-            allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+            allowed = mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else mask != 0
             mask = allowed.flatten(1, 2).any(1)
         if len(mask) not in (1, len(x)):
             return None

@@ -66,8 +66,8 @@ class ZBPConfig:
         param_mode: gradients of the layer's own parameters: ``"local"``, autograd inside the layer;
             ``"straight_through"``, autograd inside its differentiable stand-in; ``"zo"``, forward differences of the
             parameters; ``"none"``; ``"auto"``: local where autograd is right about them, else none, logged.
-        readout_noise: standard deviation of noise added to every queried output, relative to its RMS: what a noisier
-            instrument would do.
+        readout_noise: standard deviation of noise added to every output that a difference queries, relative to its
+            RMS: what a noisier instrument would do.
         probe_chunk: probes that are queried at once; the memory of a backward grows with it, and with n not.
         mask_padding: no probe touches padding, so that its gradient is exactly zero.
         seed: of the private generator of probes.

@@ -20,6 +20,8 @@ from st_cached_extras.zbp.config import ZBPConfig
 from st_cached_extras.zbp.hardware import LinearSurrogate, OpticalHead, fake_quantised, to_int8
 
 Prepare = Callable[[SentenceTransformer], None]
+# Intensities are positive: a cosine of c before the head is one of (1 + c²) / 2 behind it, from 1/2 to 1.
+HEAD_SCALE = 50.0
 
 
 @dataclass(frozen=True)
@@ -31,12 +33,14 @@ class Arm:
         prepare: makes a model, with its hardware in place, train that way.
         trains: False for the model as it is.
         estimates: whether gradients are estimated, so that a comparison with exact ones is of interest.
+        scale: on cosine similarities, for a contrastive loss.
     """
 
     name: str
     prepare: Prepare
     trains: bool = True
     estimates: bool = False
+    scale: float = 20.0
 
 
 def keep_layers(model: SentenceTransformer, count: int) -> SentenceTransformer:
@@ -73,9 +77,9 @@ def optical_arms(probes: tuple[int, ...] = (16, 64)) -> list[Arm]:
     return [
         Arm("nothing trained", lambda model: None, trains=False),
         Arm("head ignored", _ignore_head),
-        Arm("linear surrogate", _use_surrogate),
-        *(Arm(f"ZBP, {n} probes", _estimate_head(n), estimates=True) for n in probes),
-        Arm("exact", _differentiate_head),
+        Arm("linear surrogate", _use_surrogate, scale=HEAD_SCALE),
+        *(Arm(f"ZBP, {n} probes", _estimate_head(n), estimates=True, scale=HEAD_SCALE) for n in probes),
+        Arm("exact", _differentiate_head, scale=HEAD_SCALE),
     ]
 
 

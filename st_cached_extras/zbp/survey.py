@@ -24,8 +24,7 @@ def layers_without_backward(model: nn.Module, batch: Any) -> dict[str, nn.Module
 
     Args:
         model: in the mode that it is trained in.
-        batch: its input, as in ``model(batch)``; for several arguments, a tuple of them or a dict of their names
-            where the model does not take a dict itself.
+        batch: its input, as in ``model(batch)``.
 
     Returns:
         Modules by name; the global random state is as it was.
@@ -71,7 +70,7 @@ def _lacks_backward(name: str, module: nn.Module, args: tuple[Any, ...], kwargs:
         return False
     try:
         arguments = LayerArguments(forward_signature(module.forward), name, args, kwargs)
-    except TypeError:
+    except (TypeError, ValueError):  # not a layer of one differentiable input
         return False
     x = arguments.release_input()
     random_state = RandContext(x)

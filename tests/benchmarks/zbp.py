@@ -3,6 +3,7 @@
     python -m tests.benchmarks.zbp optical --pairs glosses.parquet --results optical.json
     python -m tests.benchmarks.zbp int8 --pairs glosses.parquet --results int8.json
     python -m tests.benchmarks.zbp equal_time --pairs glosses.parquet --results optical.json
+    python -m tests.benchmarks.zbp tables --results optical.json more.json
     python -m tests.benchmarks.zbp quality --pairs glosses.parquet
     python -m tests.benchmarks.zbp cost
 
@@ -33,6 +34,7 @@ from torch import Tensor, nn
 from st_cached_extras.objectives import InfoNCE
 from st_cached_extras.zbp import GradientQuality, ZBPBlock, ZBPConfig, apply_zbp, compare_with_exact, zbp_stats
 from st_cached_extras.zbp.ladder import (
+    HEAD_SCALE,
     Arm,
     int8_arms,
     keep_layers,
@@ -58,15 +60,14 @@ PROBES = (16, 64)
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("optical", "int8", "equal_time", "quality", "cost", "memory"))
-    parser.add_argument("--results", type=Path, default=None, help="JSON file that runs are added to")
+    parser.add_argument("part", choices=("optical", "int8", "equal_time", "tables", "quality", "cost", "memory"))
+    parser.add_argument("--results", type=Path, nargs="+", default=[], help="JSON files; runs are added to the first")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--arms", nargs="+", default=None, help="names of arms; default: all")
     parser.add_argument("--steps", type=int, default=140)
     parser.add_argument("--batch_size", type=int, default=48)
     parser.add_argument("--max_length", type=int, default=16, help="tokens of a text")
     parser.add_argument("--learning_rate", type=float, default=1e-4)
-    parser.add_argument("--scale", type=float, default=20.0)
     parser.add_argument("--layers", type=int, default=3, help="of MiniLM, the first ones")
     parser.add_argument("--train", type=int, default=20_000)
     parser.add_argument("--held_out", type=int, default=2000)
@@ -108,7 +109,7 @@ def train_and_judge(
     arm.prepare(model)
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
-    objective = InfoNCE(scale=arguments.scale)
+    objective = InfoNCE(scale=arm.scale)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, arguments.learning_rate)
     begin, steps = time.process_time(), 0
@@ -162,9 +163,7 @@ def run_training(arguments: argparse.Namespace) -> None:
     pairs = list({term: (term, definition) for term, definition in pairs}.values())  # one right answer a term
     data = pairs[arguments.held_out :], pairs[: arguments.held_out]
     model, arms = scenario(arguments)
-    runs: list[dict[str, Any]] = []
-    if arguments.results is not None and arguments.results.exists():
-        runs = json.loads(arguments.results.read_text())
+    runs = [run for file in arguments.results if file.exists() for run in json.loads(file.read_text())]
     if arguments.part == "equal_time":
         times = [run["cpu_s"] for run in runs if run["arm"].startswith("ZBP")]
         if not times:
@@ -182,18 +181,28 @@ def run_training(arguments: argparse.Namespace) -> None:
                 continue
             runs.append(train_and_judge(arguments, arm, model, seed, data, cpu))
             print(runs[-1], file=sys.stderr, flush=True)
-            if arguments.results is not None:
-                unfinished = arguments.results.with_suffix(".unfinished")
-                unfinished.write_text(json.dumps(runs, indent=1))
-                os.replace(unfinished, arguments.results)
+            if arguments.results:
+                add_to(arguments.results[0], runs[-1])
     print(header())
     print(
         f"{arguments.part}: MiniLM's first {arguments.layers} layers, {len(data[0])} pairs to train on, "
         f"{len(data[1])} held out, {arguments.max_length} tokens a text at most, batch {arguments.batch_size}, "
         f"{arguments.steps} steps, learning rate "
-        f"{arguments.learning_rate:g}, scale {arguments.scale:g}\n"
+        f"{arguments.learning_rate:g}, InfoNCE at scale 20, of intensities at 50\n"
     )
     print(training_table(runs))
+
+
+def add_to(file: Path, run: dict[str, Any]) -> None:
+    runs = json.loads(file.read_text()) if file.exists() else []
+    unfinished = file.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps([*runs, run], indent=1))
+    os.replace(unfinished, file)
+
+
+def run_tables(arguments: argparse.Namespace) -> None:
+    """The table of runs that were made in pieces."""
+    print(training_table([run for file in arguments.results for run in json.loads(file.read_text())]))
 
 
 def training_table(runs: list[dict[str, Any]]) -> str:
@@ -253,7 +262,7 @@ def quality_of(arguments: argparse.Namespace, index: int | None, pairs: Pairs, q
     else:
         apply_zbp(model, [index], config)
     columns = [model.preprocess([pair[column] for pair in pairs]) for column in (0, 1)]
-    objective = InfoNCE(scale=arguments.scale)
+    objective = InfoNCE(scale=20.0 if index is not None else HEAD_SCALE)
 
     def backward() -> None:
         embeddings = [model(dict(column))["sentence_embedding"] for column in columns]
@@ -350,7 +359,7 @@ def main() -> None:
     restart_with_sleeping_threads()
     arguments = parse_arguments()
     torch.set_num_threads(arguments.threads)
-    parts = {"quality": run_quality, "cost": run_cost, "memory": run_memory}
+    parts = {"tables": run_tables, "quality": run_quality, "cost": run_cost, "memory": run_memory}
     parts.get(arguments.part, run_training)(arguments)
 
 
