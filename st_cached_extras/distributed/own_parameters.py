@@ -1,7 +1,7 @@
 """Training of the parameters that losses own, under engines that know none but the model's.
 
-FSDP2 and DeepSpeed want to shard whatever an optimizer holds, and fail on parameters that are not the model's. Those of
-the losses are few: every rank keeps them whole, receives the same gradients by
+FSDP2 and DeepSpeed want to shard whatever an optimizer holds, and fail on parameters that are not the model's. Those
+of the losses are few: every rank keeps them whole, receives the same gradients by
 :meth:`~st_cached_extras.distributed.engines.Engine.average_gradients`, and steps them by an optimizer apart.
 """
 

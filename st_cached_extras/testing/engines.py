@@ -5,6 +5,7 @@ Everything here is for ranks of :func:`~st_cached_extras.testing.ranks.run_on_ra
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ ENGINES = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 WRAPPERS = {
     "ddp": "DistributedDataParallel",
     "fsdp2": "FSDPModule",
+    "zero0": "DeepSpeedEngine",
     "zero1": "DeepSpeedEngine",
     "zero2": "DeepSpeedEngine",
     "zero3": "DeepSpeedEngine",
@@ -43,7 +45,7 @@ def describe_rank() -> None:
     """Set the environment variables by which a launcher would tell this process its rank."""
     for name in ("RANK", "LOCAL_RANK"):
         os.environ[name] = str(dist.get_rank())
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"):  # the last one is read by DeepSpeed
         os.environ[name] = str(dist.get_world_size())
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29500")  # nobody listens: the process group is there
@@ -86,22 +88,14 @@ def fsdp2_on_cpu() -> Iterator[None]:
         AcceleratorState.__init__ = initialise
 
 
-def deepspeed_config(stage: int, **zero_options: Any) -> dict[str, Any]:
-    """A configuration with small buckets, so that a tiny model fills several.
-
-    Args:
-        stage: of ZeRO.
-        zero_options: further entries of ``zero_optimization``.
-    """
-    options: dict[str, Any] = {"stage": stage, "overlap_comm": False, "reduce_bucket_size": 2000}
-    if stage == 3:
-        options |= {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 500}
-    return {
-        "train_micro_batch_size_per_gpu": 1,  # rows are the losses' business
-        "zero_optimization": options | zero_options,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-    }
+def small_buckets(config: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a DeepSpeed configuration with buckets so small that a tiny model fills several."""
+    config = copy.deepcopy(config)
+    zero = config["zero_optimization"]
+    zero["reduce_bucket_size"] = 2000
+    if zero["stage"] == 3:
+        zero |= {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 500}
+    return config
 
 
 def make_accelerator(
@@ -135,13 +129,21 @@ def make_accelerator(
         with fsdp2_on_cpu():
             return Accelerator(cpu=True, gradient_accumulation_steps=accumulation, fsdp_plugin=plugin)
     deepspeed_on_cpu()
-    config = deepspeed_config(int(engine.removeprefix("zero")), **zero_options)
-    config |= {"gradient_accumulation_steps": accumulation, "gradient_clipping": clipping}
-    plugin = DeepSpeedPlugin(hf_ds_config=config)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,  # rows are the losses' business
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": clipping,
+        "zero_optimization": {"stage": int(engine.removeprefix("zero")), "overlap_comm": False} | zero_options,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    plugin = DeepSpeedPlugin(hf_ds_config=small_buckets(config))
     return Accelerator(gradient_accumulation_steps=accumulation, deepspeed_plugin=plugin)
 
 
-def trainer_arguments(engine: str, *, layers: tuple[str, ...] = ("BertLayer",), **zero_options: Any) -> dict[str, Any]:
+def trainer_arguments(
+    engine: str, *, layers: tuple[str, ...] = ("BertLayer",), deepspeed: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Arguments of ``TrainingArguments`` under which the Trainer uses the engine on this rank.
 
     Make the arguments and the trainer inside :func:`fsdp2_on_cpu`.
@@ -149,7 +151,7 @@ def trainer_arguments(engine: str, *, layers: tuple[str, ...] = ("BertLayer",), 
     Args:
         engine: one of :data:`ENGINES`, or "plain" for one process.
         layers: class names of the modules that FSDP2 shards one by one.
-        zero_options: entries of DeepSpeed's ``zero_optimization``.
+        deepspeed: DeepSpeed's configuration; its buckets are made small.
     """
     forget_engine()
     if engine == "plain":
@@ -161,11 +163,8 @@ def trainer_arguments(engine: str, *, layers: tuple[str, ...] = ("BertLayer",), 
         options = {"version": 2, "transformer_layer_cls_to_wrap": list(layers), "reshard_after_forward": True}
         return {"use_cpu": True, "ddp_backend": "gloo", "fsdp": True, "fsdp_config": options}
     deepspeed_on_cpu()
-    config = deepspeed_config(int(engine.removeprefix("zero")), **zero_options)
-    config |= dict.fromkeys(
-        ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto"
-    )
-    return {"deepspeed": config, "use_cpu": False, "accelerator_config": {"use_configured_state": True}}
+    configured = {"use_configured_state": True}
+    return {"deepspeed": small_buckets(deepspeed), "use_cpu": False, "accelerator_config": configured}
 
 
 def check_wrapped(model: Any, engine: str) -> None:

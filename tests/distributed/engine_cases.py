@@ -10,10 +10,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from st_cached_extras import CachedInfoNCELoss
 from st_cached_extras.distributed.engines import engine_of
+from st_cached_extras.objectives import InfoNCE
+from st_cached_extras.replay import FeatureGradientReplay
 from st_cached_extras.testing.engines import (
     check_wrapped,
     forget_engine,
@@ -43,6 +47,7 @@ class Case:
         accumulation: batches before the optimizer's step.
         loss: options of the cached loss alone.
         towers: a Router of text and video instead of one text model; "frozen" freezes the video tower.
+        variant: of the text model: "lora" trains adapters alone, "checkpointing" keeps no activations.
         options: of DeepSpeed's ZeRO.
         steps: of the optimizer.
     """
@@ -53,6 +58,7 @@ class Case:
     accumulation: int = 1
     loss: dict[str, Any] = field(default_factory=lambda: {"mini_batch_size": 4})
     towers: str = ""
+    variant: str = ""
     options: dict[str, Any] = field(default_factory=dict)
     steps: int = 2
 
@@ -63,7 +69,13 @@ UNEVEN = (12, 5, 9, 7)
 def make_model(case: Case) -> nn.Module:
     if not case.towers:
         model = tiny_text_model()
-        model[0].model.pooler = None  # mean pooling leaves it without a gradient
+        transformer = model[0].model
+        transformer.pooler = None  # mean pooling leaves it without a gradient
+        if case.variant == "checkpointing":
+            transformer.gradient_checkpointing_enable({"use_reentrant": False})
+        elif case.variant == "lora":
+            adapters = LoraConfig(r=2, target_modules=["query", "value"], init_lora_weights=False)
+            inject_adapter_in_model(adapters, transformer)
         return model
     model = tiny_two_tower_model()
     model[0].sub_modules["text"][0].model.pooler = None
@@ -210,3 +222,99 @@ def check_case(case: Case) -> dict[str, Any]:
 def check_cases(cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
     torch.manual_seed(0)
     return {name: check_case(case) for name, case in cases.items()}
+
+
+def refusals() -> list[str]:
+    """What is said where gradients would be wrong."""
+    messages = []
+    case = Case("zero2", rows=UNEVEN, towers="both", options={"offload_optimizer": {"device": "cpu"}})
+    messages.append(_message(lambda: run_on_ranks(case)))
+    forget_engine()
+    wrapped = FullyShardedDataParallel(make_model(Case("fsdp1")), device_id=torch.device("cpu"))
+    messages.append(_message(lambda: engine_of(wrapped)))
+    messages.append(_message(lambda: run_on_ranks(Case("zero0"))))
+    return messages
+
+
+def _message(call: Any) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def fail_on_one_rank(engine: str, broken: str) -> None:
+    """A step in which rank 1 fails: in its inputs, in its embeddings, or in the middle of a forward."""
+    case = Case(engine)
+    forget_engine()
+    model = make_model(case)
+    accelerator = make_accelerator(engine)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    wrapped, optimizer = accelerator.prepare(model, optimizer)
+    check_wrapped(wrapped, engine)
+    loss = make_loss(case, model, gather=True)
+    loss.model = wrapped
+    columns = make_columns(case, model, [dist.get_rank()], 0)
+    if dist.get_rank() == 1:
+        if broken == "rows":
+            columns[1] = {key: value[:5] if torch.is_tensor(value) else value for key, value in columns[1].items()}
+        elif broken == "embeddings":
+            model[1].register_forward_hook(_make_not_finite)
+        else:
+            layer = model[0].model.encoder.layer[1]
+            calls: list[int] = []
+            layer.register_forward_pre_hook(lambda *args: _fail_at_the_second(calls))
+    accelerator.backward(loss(columns, None))
+
+
+def _make_not_finite(module: nn.Module, inputs: Any, outputs: dict) -> dict:
+    return outputs | {"sentence_embedding": outputs["sentence_embedding"] * torch.nan}
+
+
+def _fail_at_the_second(calls: list[int]) -> None:
+    calls.append(1)
+    if len(calls) == 2:
+        raise torch.OutOfMemoryError("no room for this mini-batch")
+
+
+class Producer(nn.Module):
+    """A tiny generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(6, 12), nn.Linear(12, 8)
+
+    def forward(self, noise: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(noise)))
+
+
+def replay_protocol(engine: str) -> float:
+    """Distance of what a generator's step changes, by FeatureGradientReplay under an engine, to one process."""
+    noise = torch.randn(2 * 8, 6, generator=torch.Generator().manual_seed(1))
+    forget_engine()
+    truth, start = Producer(), whole_parameters(Producer())
+    features = truth(noise)
+    value = InfoNCE().value_and_cotangents({"anchor": features.detach()[:, :4], "positive": features.detach()[:, 4:]})
+    torch.autograd.backward(features, torch.cat([value.cotangents["anchor"], value.cotangents["positive"]], dim=1))
+    torch.optim.SGD(truth.parameters(), lr=LEARNING_RATE).step()
+
+    producer = Producer()
+    accelerator = make_accelerator(engine, layers=("Linear",))
+    optimizer = torch.optim.SGD(producer.parameters(), lr=LEARNING_RATE)
+    wrapped, optimizer = accelerator.prepare(producer, optimizer)
+    check_wrapped(wrapped, engine)
+    mine = noise.chunk(2)[dist.get_rank()].split(3)
+    replay = FeatureGradientReplay(InfoNCE(), target_local_samples=8, differentiated_local_samples=8)
+    names = lambda x: {"anchor": x[:, :4], "positive": x[:, 4:]}  # noqa: E731
+    with torch.no_grad():
+        for part in mine:
+            replay.add(names(wrapped(part)))
+    replay.finalize()
+    replay.replay(lambda index: names(wrapped(mine[index])), model=wrapped)
+    replay.commit()
+    (wrapped if engine.startswith("zero") else optimizer).step()
+    found, expected = whole_parameters(wrapped), whole_parameters(truth)
+    change = lambda after: {name: after[name] - start[name] for name in start}  # noqa: E731
+    return relative_error(change(found), change(expected))

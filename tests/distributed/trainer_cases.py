@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from st_cached_extras.testing.engines import (
 from st_cached_extras.testing.tiny_models import random_sentences, tiny_text_model
 
 STEPS, ROWS = 20, 16
+CONFIGS = Path(__file__).parents[2] / "training_scripts" / "configs"
 
 
 def make_model(seed: int = 0) -> SentenceTransformer:
@@ -33,10 +35,11 @@ def make_model(seed: int = 0) -> SentenceTransformer:
 
 def make_trainer(engine: str, folder: str, seed: int = 0, **options: Any) -> ReplaySentenceTransformerTrainer:
     ranks = 1 if engine == "plain" else dist.get_world_size()
+    config = json.loads((CONFIGS / f"{engine}.json").read_text()) if engine.startswith("zero") else None
     with fsdp2_on_cpu():
         arguments = SentenceTransformerTrainingArguments(
             output_dir=folder,
-            **trainer_arguments(engine),
+            **trainer_arguments(engine, deepspeed=config),
             per_device_train_batch_size=ROWS // ranks,
             gradient_accumulation_steps=2,
             max_steps=STEPS,
@@ -54,7 +57,7 @@ def make_trainer(engine: str, folder: str, seed: int = 0, **options: Any) -> Rep
         )
         model = make_model(seed)
         dataset = Dataset.from_dict({"anchor": random_sentences(160, 1), "positive": random_sentences(160, 2)})
-        loss = CachedInfoNCELoss(model, mini_batch_size=3, gather_across_devices=True, learnable_scale=True)
+        loss = CachedInfoNCELoss(model, mini_batch_size=4, gather_across_devices=True, learnable_scale=True)
         evaluated = "eval_strategy" in options
         sentences = random_sentences(12, 3), random_sentences(12, 4)
         evaluator = EmbeddingSimilarityEvaluator(*sentences, [index / 12 for index in range(12)], write_csv=False)
@@ -95,18 +98,12 @@ def run(engine: str, folder: str, *, resume: str | None = None, seed: int = 0, *
 
 
 def whole_story(engine: str, folder: str) -> dict[str, Any]:
-    """One run with evaluation and checkpoints, its final save, its best model; and a run resumed from the middle."""
+    """A run with evaluations, checkpoints and the best model, which is that of the middle; and one resumed there."""
     torch.manual_seed(0)
-    story = run(
-        engine,
-        folder,
-        eval_strategy="steps",
-        eval_steps=10,
-        save_strategy="steps",
-        save_steps=10,
-    )
-    trainer = story.pop("trainer")
-    trainer.save_model(str(Path(folder) / "final"))
-    resumed = run(engine, folder + "-resumed", resume=str(Path(folder) / "checkpoint-10"), seed=5)
-    resumed.pop("trainer")
+    strategies = {"eval_strategy": "steps", "eval_steps": 10, "save_strategy": "steps", "save_steps": 10}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
+    story = run(engine, folder, **strategies, **best)
+    story.pop("trainer").save_model(str(Path(folder) / "final"))
+    resumed = run(engine, f"{folder}-resumed", resume=str(Path(folder) / "checkpoint-10"), seed=5)
+    del resumed["trainer"]
     return {"whole": story, "resumed": resumed}
