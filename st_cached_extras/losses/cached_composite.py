@@ -15,7 +15,8 @@ from st_cached_extras._compat import uncompiled
 from st_cached_extras.losses.cached_loss import CachedLoss
 from st_cached_extras.objectives.base import Objective
 from st_cached_extras.objectives.composite import Composite, of_component
-from st_cached_extras.replay.loss import ReplayLoss, stacked_rows
+from st_cached_extras.replay.loss import ReplayLoss
+from st_cached_extras.replay.selection import stacked_rows
 
 
 class CachedCompositeLoss(ReplayLoss):

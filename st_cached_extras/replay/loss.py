@@ -27,7 +27,7 @@ from st_cached_extras.replay.cotangents import attach_cotangents, inject
 from st_cached_extras.replay.media import media_tokens_of
 from st_cached_extras.replay.passes import Passes
 from st_cached_extras.replay.plan import plan_selected_first
-from st_cached_extras.replay.selection import check_differentiated, count_differentiated, draw_rows
+from st_cached_extras.replay.selection import check_differentiated, count_differentiated, draw_rows, stacked_rows
 
 logger = logging.getLogger(__name__)
 
@@ -462,12 +462,6 @@ class ReplayLoss(CachedLossMixin, nn.Module):
     primaryClass={cs.LG}
 }
 """
-
-
-def stacked_rows(rows: Tensor, columns: int, count: int) -> Tensor:
-    """The same ``rows`` (int64 [b]) of each of several columns that are stacked to ``count`` rows: [columns · b]."""
-    starts = torch.arange(0, count, count // columns, device=rows.device)
-    return (starts[:, None] + rows).flatten()
 
 
 def _reached(parameters: list[nn.Parameter], world: World) -> list[nn.Parameter]:

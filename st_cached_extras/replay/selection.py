@@ -53,3 +53,9 @@ def draw_rows(count: int, drawn: int, *, seed: int, step: int, rank: int) -> Ten
     digest = hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=7).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
     return torch.randperm(count, generator=generator)[:drawn].sort().values
+
+
+def stacked_rows(rows: Tensor, columns: int, count: int) -> Tensor:
+    """The same ``rows`` (int64 [b]) of each of several columns that are stacked to ``count`` rows: [columns · b]."""
+    starts = torch.arange(0, count, count // columns, device=rows.device)
+    return (starts[:, None] + rows).flatten()
