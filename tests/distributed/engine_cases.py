@@ -14,10 +14,10 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from st_cached_extras import CachedInfoNCELoss
 from st_cached_extras.distributed.engines import engine_of
+from st_cached_extras.losses import CachedInfoNCELoss, CachedSigmoidLoss, CachedSupConLoss
 from st_cached_extras.objectives import InfoNCE
-from st_cached_extras.replay import FeatureGradientReplay
+from st_cached_extras.replay import FeatureGradientReplay, ReplayLoss
 from st_cached_extras.testing.engines import (
     check_wrapped,
     forget_engine,
@@ -34,6 +34,7 @@ from st_cached_extras.testing.tiny_models import (
 )
 
 LEARNING_RATE = 0.3
+FAMILIES = {"infonce": CachedInfoNCELoss, "sigmoid": CachedSigmoidLoss, "supcon": CachedSupConLoss}
 
 
 @dataclass
@@ -45,7 +46,8 @@ class Case:
         rows: rows of every rank.
         gather: one global loss, or the mean of local ones.
         accumulation: batches before the optimizer's step.
-        loss: options of the cached loss alone.
+        family: which loss, of :data:`FAMILIES`; the sigmoid's scale and bias are trained, too.
+        loss: its options.
         towers: a Router of text and video instead of one text model; "frozen" freezes the video tower.
         variant: of the text model: "lora" trains adapters alone, "checkpointing" keeps no activations.
         options: of DeepSpeed's ZeRO.
@@ -56,6 +58,7 @@ class Case:
     rows: tuple[int, ...] = (12, 12, 12, 12)
     gather: bool = True
     accumulation: int = 1
+    family: str = "infonce"
     loss: dict[str, Any] = field(default_factory=lambda: {"mini_batch_size": 4})
     towers: str = ""
     variant: str = ""
@@ -98,15 +101,20 @@ def make_columns(case: Case, model: nn.Module, ranks: list[int], batch: int) -> 
     return columns
 
 
-def make_loss(case: Case, model: nn.Module, gather: bool) -> CachedInfoNCELoss:
-    return CachedInfoNCELoss(model, **case.loss, gather_across_devices=gather)
+def make_labels(case: Case, ranks: list[int]) -> Tensor:
+    """Group ids that the rows of several ranks share."""
+    return torch.cat([torch.arange(case.rows[rank]) % 3 for rank in ranks])
 
 
-class _TheRanksDraws(CachedInfoNCELoss):
+def make_loss(case: Case, model: nn.Module, gather: bool) -> ReplayLoss:
+    return FAMILIES[case.family](model, **case.loss, gather_across_devices=gather)
+
+
+class DrawsOfRanks:
     """In one process, the rows that the ranks would draw of the rows that each would have."""
 
-    counts: tuple[int, ...] = ()
-    ranks: tuple[int, ...] = ()
+    counts: tuple[int, ...]
+    ranks: tuple[int, ...]
 
     def select_rows(self, count: int, rank: int) -> Tensor:
         drawn, begin = [], 0
@@ -116,6 +124,12 @@ class _TheRanksDraws(CachedInfoNCELoss):
         return torch.cat(drawn)
 
 
+def all_parameters(model: nn.Module, loss: ReplayLoss) -> dict[str, Tensor]:
+    """Those of the model, whole, and the loss's own."""
+    own = {f"loss.{name}": parameter.detach().clone() for name, parameter in loss.own_parameters().items()}
+    return whole_parameters(model) | own
+
+
 def run_in_one_process(case: Case, world_size: int) -> list[dict[str, Tensor]]:
     """Parameters after every SGD step of one process that has the rows of all ranks."""
     model = make_model(case)
@@ -123,18 +137,23 @@ def run_in_one_process(case: Case, world_size: int) -> list[dict[str, Tensor]]:
     groups = [list(range(world_size))] if case.gather else [[rank] for rank in range(world_size)]
     losses = []
     for group in groups:
-        loss = _TheRanksDraws(model, **case.loss)
+        loss = type("OfRanks", (DrawsOfRanks, FAMILIES[case.family]), {})(model, **case.loss)
         loss.ranks, loss.counts = tuple(group), tuple(case.rows[rank] for rank in group)
         losses.append(loss)
+    for loss in losses[1:]:
+        loss.objective = losses[0].objective  # of which all ranks have a copy
+    own = list(losses[0].own_parameters().values())
+    optimizer.add_param_group({"params": own})
     after = []
     for step in range(case.steps):
         optimizer.zero_grad()
         for batch in range(case.accumulation):
             for group, loss in zip(groups, losses, strict=True):
                 columns = make_columns(case, model, group, case.accumulation * step + batch)
-                (loss(columns, None) / (len(groups) * case.accumulation)).backward()
+                value = loss(columns, make_labels(case, group))
+                (value / (len(groups) * case.accumulation)).backward()
         optimizer.step()
-        after.append(whole_parameters(model))
+        after.append(all_parameters(model, losses[0]))
     return after
 
 
@@ -150,15 +169,20 @@ def run_on_ranks(case: Case) -> tuple[list[dict[str, Tensor]], dict[str, Any]]:
     wrapped, optimizer = accelerator.prepare(model, optimizer)
     check_wrapped(wrapped, case.engine)
     loss.model = wrapped
+    own = list(loss.own_parameters().values())
+    own_optimizer = torch.optim.SGD(own, lr=LEARNING_RATE) if own else None
     for step in range(case.steps):
         for batch in range(case.accumulation):
             columns = make_columns(case, model, [rank], case.accumulation * step + batch)
             with accelerator.accumulate(wrapped), counting_reductions() as counted:
-                accelerator.backward(loss(columns, None))
+                accelerator.backward(loss(columns, make_labels(case, [rank])))
                 optimizer.step()
                 optimizer.zero_grad()
             reductions.append(counted)
-        after.append(whole_parameters(wrapped))
+        if own_optimizer is not None:
+            own_optimizer.step()
+            own_optimizer.zero_grad()
+        after.append(all_parameters(wrapped, loss))
     seen = {
         "engine": type(engine_of(wrapped)).__name__,
         "share": local_elements(wrapped) / total,
@@ -208,7 +232,7 @@ def check_case(case: Case) -> dict[str, Any]:
     """Relative L2 distances to one process after every step, of the parameters and of what the steps changed."""
     forget_engine()
     expected = run_in_one_process(case, dist.get_world_size())
-    start = whole_parameters(make_model(case))
+    start = all_parameters(model := make_model(case), make_loss(case, model, case.gather))
     found, seen = run_on_ranks(case)
     change = lambda after: {name: after[name] - start[name] for name in start}  # noqa: E731
     return {

@@ -18,15 +18,15 @@ BUDGET = {"mini_batch_num_tokens": 40}
 
 CASES: dict[str, Case] = {
     "fsdp2 even": Case("fsdp2"),
-    "fsdp2 accumulated, deferred": Case("fsdp2", rows=UNEVEN, accumulation=2, loss=DEFERRED),
+    "fsdp2 accumulated, deferred": Case("fsdp2", rows=UNEVEN, accumulation=2, family="sigmoid", loss=DEFERRED),
     "fsdp2 selected, LoRA": Case("fsdp2", rows=UNEVEN, gather=False, loss=SELECTED, variant="lora"),
     "fsdp2 towers, deferred": Case("fsdp2", rows=UNEVEN, towers="both", loss=DEFERRED),
     "fsdp2 frozen tower": Case("fsdp2", rows=UNEVEN, towers="frozen"),
-    "zero1 accumulated": Case("zero1", rows=UNEVEN, accumulation=2, loss=BUDGET),
+    "zero1 accumulated": Case("zero1", rows=UNEVEN, accumulation=2, family="supcon", loss=BUDGET),
     "zero2 accumulated, checkpointing": Case("zero2", rows=UNEVEN, accumulation=2, variant="checkpointing"),
     "zero2 deferred": Case("zero2", rows=UNEVEN, towers="both", loss=DEFERRED),
     "zero2 overlapped": Case("zero2", rows=UNEVEN, gather=False, loss=BUDGET, options={"overlap_comm": True}),
-    "zero3 accumulated": Case("zero3", rows=UNEVEN, accumulation=2),
+    "zero3 accumulated": Case("zero3", rows=UNEVEN, accumulation=2, family="sigmoid"),
     "zero3 deferred, checkpointing": Case("zero3", rows=UNEVEN, loss=DEFERRED, variant="checkpointing"),
     "zero3 selected, LoRA": Case("zero3", rows=UNEVEN, gather=False, loss=SELECTED, variant="lora"),
     "zero3 towers": Case("zero3", rows=UNEVEN, towers="both"),
