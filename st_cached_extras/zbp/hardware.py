@@ -19,7 +19,7 @@ from st_cached_extras.zbp.probes import private_generator
 
 
 class OpticalIntensity(nn.Module):
-    """A camera behind a scattering medium: y = |A x|², A complex, random and unknown, measured with noise and 8 bits.
+    """A camera behind a scattering medium: y = |A x|², A random and unknown, measured with noise and 8 bits.
 
     The modulator spends the same light on every input, x / RMS(x), so that y is 1 on average. Measurement noise is
     new at every call: no random state replays it.
@@ -31,6 +31,7 @@ class OpticalIntensity(nn.Module):
         bits: of the camera's converter, which saturates at ``full_scale``; None for none.
         seed: of the medium and of the noise.
         full_scale: intensity of the converter's last step.
+        is_complex: whether A is complex, as of a medium that delays light, or real, as of an amplitude network.
     """
 
     def __init__(
@@ -41,13 +42,15 @@ class OpticalIntensity(nn.Module):
         bits: int | None = 8,
         seed: int = 0,
         full_scale: float = 8.0,
+        is_complex: bool = False,
     ) -> None:
         super().__init__()
         self.noise, self.bits, self.seed, self.full_scale = noise, bits, seed, full_scale
         self.measurements = 0
         generator = private_generator(torch.device("cpu"), seed, "medium")
-        medium = torch.randn(2, out_features, in_features, generator=generator) * (0.5 / in_features) ** 0.5
-        self.register_buffer("medium", medium, persistent=False)  # real and imaginary part
+        parts = 2 if is_complex else 1
+        medium = torch.randn(parts, out_features, in_features, generator=generator) / (parts * in_features) ** 0.5
+        self.register_buffer("medium", medium, persistent=False)  # real and, if complex, imaginary part
 
     def forward(self, x: Tensor) -> Tensor:
         """Measure: [..., d] to [..., out_features], without a graph."""
@@ -64,8 +67,8 @@ class OpticalIntensity(nn.Module):
     def intensity(self, x: Tensor) -> Tensor:
         """|A x|² without noise and converter, differentiable: what the laboratory does not have."""
         x = x * x.square().mean(-1, keepdim=True).clamp_min(1e-12).rsqrt()
-        real, imaginary = linear(x, self.medium.flatten(0, 1)).chunk(2, dim=-1)
-        return real.square() + imaginary.square()
+        field = linear(x, self.medium.flatten(0, 1)).unflatten(-1, self.medium.shape[:2])  # [..., parts, out_features]
+        return field.square().sum(-2)
 
 
 class LinearSurrogate(nn.Module):

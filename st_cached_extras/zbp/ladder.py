@@ -20,7 +20,7 @@ from st_cached_extras.zbp.config import ZBPConfig
 from st_cached_extras.zbp.hardware import LinearSurrogate, OpticalHead, fake_quantised, to_int8
 
 Prepare = Callable[[SentenceTransformer], None]
-# Intensities are positive: a cosine of c before the head is one of (1 + c²) / 2 behind it, from 1/2 to 1.
+# Intensities are positive: a cosine of c before the head is one of (1 + 2 c²) / 3 behind it, from 1/3 to 1.
 HEAD_SCALE = 50.0
 
 

@@ -65,12 +65,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--arms", nargs="+", default=None, help="names of arms; default: all")
     parser.add_argument("--steps", type=int, default=140)
-    parser.add_argument("--batch_size", type=int, default=48)
-    parser.add_argument("--max_length", type=int, default=16, help="tokens of a text")
-    parser.add_argument("--learning_rate", type=float, default=1e-4)
+    parser.add_argument("--batch_size", type=int, default=64)
+    parser.add_argument("--max_length", type=int, default=12, help="tokens of a text")
+    parser.add_argument("--learning_rate", type=float, default=2e-4, help="after warm-up; falls linearly to 0")
     parser.add_argument("--layers", type=int, default=3, help="of MiniLM, the first ones")
     parser.add_argument("--train", type=int, default=20_000)
-    parser.add_argument("--held_out", type=int, default=2000)
+    parser.add_argument("--held_out", type=int, default=1500)
     parser.add_argument("--probes", type=int, nargs="+", default=list(PROBES))
     parser.add_argument("--queries", type=int, nargs="+", default=[0, 16, 64, 256], help="of the part quality")
     parser.add_argument("--threads", type=int, default=1)
@@ -116,7 +116,8 @@ def train_and_judge(
     warm_up = max(1, arguments.steps // 10)
     while arm.trains and (time.process_time() - begin < cpu if cpu else steps < arguments.steps):
         rows = torch.randperm(len(train), generator=generator)[: arguments.batch_size].tolist()
-        optimizer.param_groups[0]["lr"] = arguments.learning_rate * min(1.0, (steps + 1) / warm_up)
+        done = (time.process_time() - begin) / cpu if cpu else steps / arguments.steps
+        optimizer.param_groups[0]["lr"] = arguments.learning_rate * min((steps + 1) / warm_up, 1 - done)
         optimizer.zero_grad()
         columns = [model.preprocess([train[row][column] for row in rows]) for column in (0, 1)]
         embeddings = [model(column)["sentence_embedding"] for column in columns]

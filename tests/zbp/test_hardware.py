@@ -20,16 +20,19 @@ from st_cached_extras.zbp.hardware import (
 from st_cached_extras.zbp.ladder import int8_arms, optical_arms, with_int8_layers, with_optical_head
 
 
-def test_intensities_are_those_of_a_complex_medium():
-    optics = OpticalIntensity(6, 5, noise=0.0, bits=None)
+@pytest.mark.parametrize("is_complex", [True, False])
+def test_intensities_are_squared_magnitudes(is_complex):
+    optics = OpticalIntensity(6, 5, noise=0.0, bits=None, is_complex=is_complex)
     x = torch.randn(4, 6)
-    medium = torch.complex(*optics.medium)
+    medium = torch.complex(*optics.medium) if is_complex else optics.medium[0]
     scaled = x / x.square().mean(1, keepdim=True).sqrt()
     expected = torch.stack([(medium @ row.to(medium.dtype)).abs().square() for row in scaled])
     assert torch.allclose(optics(x), expected, atol=1e-5)
     assert torch.allclose(optics(torch.stack([x, 3 * x])), torch.stack([expected, expected]), atol=1e-5)
-    many = OpticalIntensity(64, 4096, noise=0.0, bits=None)(torch.randn(1, 64))
-    assert many.mean() == pytest.approx(1.0, abs=0.1) and many.var() == pytest.approx(1.0, abs=0.2)
+    many = OpticalIntensity(64, 8192, noise=0.0, bits=None, is_complex=is_complex)(torch.randn(1, 64))
+    # Exponentially distributed, or chi-squared with one degree of freedom.
+    assert many.mean() == pytest.approx(1.0, abs=0.1)
+    assert many.var() == pytest.approx(1.0 if is_complex else 2.0, rel=0.2)
 
 
 def test_measurements_are_noisy_in_steps_saturate_and_have_no_graph():
