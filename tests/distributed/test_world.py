@@ -23,6 +23,8 @@ def check_rows(counts_per_case):
         local = rows_of(world.rank, counts[world.rank])
         assert world.row_counts(len(local)) == counts
         assert world.max_count(len(local)) == max(counts)
+        several = [len(local), world.rank, 7][: 3 - world.rank % 2]  # ranks with an odd number have one count less
+        assert world.max_counts(several) == [max(counts), world.size - 1, 7]
         everyone = torch.cat([rows_of(rank, count) for rank, count in enumerate(counts)])
         assert torch.equal(world.gather_rows(local, counts), everyone)
         assert torch.equal(world.gather_rows(local[:, :, 0], counts), everyone[:, :, 0]), (
