@@ -35,7 +35,6 @@ from st_cached_extras.encoders import (
     PooledPixels,
     RandomConvolution3d,
     SentenceTransformerEncoder,
-    Whitened,
     load_encoder,
 )
 from st_cached_extras.encoders.preprocessing import TOLERANCE
@@ -258,36 +257,6 @@ def test_random_filters_do_not_see_where_something_is_but_that_it_moves():
     here, there, moving = encoder(torch.stack([clip(16, 16, 0), clip(30, 36, 0), clip(16, 16, 2)]))
     torch.testing.assert_close(here, there, rtol=1e-5, atol=1e-6)
     assert (here - moving).norm() > 0.01 * here.norm()
-
-
-def test_whitened_features_of_real_clips_have_variance_one_on_every_axis_and_gradients_reach_the_pixels():
-    clips = torch.rand(64, 4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-    encoder = PooledPixels(2, 2, 2)
-    whitened = Whitened.fit(encoder, encoder(clips), dimensions=8)
-    features = whitened(clips)
-    assert features.shape == (64, 1, 8)
-    torch.testing.assert_close(features[:, 0].mean(0), torch.zeros(8), rtol=0, atol=1e-4)
-    torch.testing.assert_close(torch.cov(features[:, 0].T), torch.eye(8), rtol=0, atol=1e-4)
-    # The kept axes are those of largest variance: as good a linear summary as there is.
-    x = encoder(clips).flatten(1)
-    x = x - x.mean(0)
-    left = torch.linalg.svdvals(x)[8:].square().sum()
-    fit = features[:, 0] @ torch.linalg.lstsq(features[:, 0], x).solution
-    torch.testing.assert_close((x - fit).square().sum(), left, rtol=1e-4, atol=0)
-    leaf = clips[:2].clone().requires_grad_()
-    whitened(leaf).square().sum().backward()
-    assert (leaf.grad != 0).all()
-    assert all(not p.requires_grad for p in whitened.parameters())
-
-
-def test_whitening_keeps_no_axis_along_which_nothing_varies():
-    encoder = PooledPixels(1, 1, 1)
-    grey = torch.rand(16, 2, 1, 4, 4).expand(-1, -1, 3, -1, -1)
-    assert Whitened.fit(encoder, encoder(grey), dimensions=3)(grey).shape == (16, 1, 1)
-    with pytest.raises(ValueError, match="all rows are the same"):
-        Whitened.fit(encoder, torch.ones(5, 1, 3))
-    with pytest.raises(ValueError, match="found 1 rows, expected at least 2"):
-        Whitened.fit(encoder, torch.ones(1, 1, 3))
 
 
 def test_random_convolutions_differ_by_seed():

@@ -25,8 +25,8 @@ def make_encoders(names: Sequence[str], tower: str | Path, *, dtype: str | None,
     """Frozen encoders by name.
 
     Args:
-        names: "tower", "convolution", "pixels"; or Hub ids and paths of image and video models, of transformers or of
-            sentence-transformers.
+        names: "tower", "convolution", "colours", "pixels"; or Hub ids and paths of image and video models, of
+            transformers or of sentence-transformers.
         tower: path of the model that is called "tower".
         dtype: in which encoders that are loaded compute, such as "bfloat16"; None for that of their weights.
         mini_batch_size: clips at once.
@@ -36,6 +36,8 @@ def make_encoders(names: Sequence[str], tower: str | Path, *, dtype: str | None,
     for name in names:
         if name == "pixels":
             encoders[name] = PooledPixels(mini_batch_size=mini_batch_size)
+        elif name == "colours":
+            encoders[name] = PooledPixels(rows=1, columns=1, mini_batch_size=mini_batch_size)
         elif name == "convolution":
             encoders[name] = RandomConvolution3d(mini_batch_size=mini_batch_size)
         else:

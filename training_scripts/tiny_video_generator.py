@@ -92,7 +92,8 @@ class TinyVideoGenerator(
         return {
             "sprite": (self.sprite(condition) + self.disc).sigmoid(),
             "path": (middle + time * way + 0.1 * wobble).tanh(),  # a sprite that has left the frame is lost
-            "colour": self.colour(condition).sigmoid(),
+            # Adam moves a weight by the learning rate a step, and a bright colour is far from the grey of 0.
+            "colour": (8 * self.colour(condition)).sigmoid(),
             "background": (self.background(hidden) - 2).sigmoid(),
         }
 

@@ -37,7 +37,6 @@ from transformers import HfArgumentParser, get_cosine_schedule_with_warmup, set_
 
 from st_cached_extras.data import moving_shapes
 from st_cached_extras.data.moving_shapes import COLOURS, SHAPES
-from st_cached_extras.encoders import Whitened
 from st_cached_extras.objectives.mmd import EncoderBalance, MultiEncoderMMD, NystromReference
 from st_cached_extras.replay import FeatureGradientReplay, Stage, Staged
 
@@ -48,31 +47,26 @@ READ = {"shape": list(SHAPES), "colour": list(COLOURS)}  # what the judge reads 
 class Arguments:
     output_dir: str = field(default="output/video-generator", metadata={"help": "Where everything goes."})
     encoders: list[str] = field(
-        default_factory=lambda: ["tower", "convolution", "pixels"],
-        metadata={"help": "tower, convolution, pixels, or Hub ids and paths of image and video models."},
+        default_factory=lambda: ["tower", "convolution", "colours", "pixels"],
+        metadata={"help": "tower, convolution, colours, pixels, or Hub ids and paths of image and video models."},
     )
     tower: str | None = field(default=None, metadata={"help": "A model of train_video_embedder.py, as the tower."})
     dtype: str | None = field(default=None, metadata={"help": "In which loaded encoders compute, e.g. bfloat16."})
     clips: int = field(default=2048, metadata={"help": "Real clips to train on."})
     held_out_clips: int = field(default=448, metadata={"help": "Real clips to compare with, at most 448."})
     steps: int = field(default=1000, metadata={"help": "Steps of the generator."})
-    batch_size: int = field(default=256, metadata={"help": "Clips per device that are matched at once."})
-    differentiated: int = field(default=64, metadata={"help": "Clips of them that are differentiated."})
+    batch_size: int = field(default=128, metadata={"help": "Clips per device that are matched at once."})
+    differentiated: int = field(default=32, metadata={"help": "Clips of them that are differentiated."})
     mini_batch_size: int = field(default=32, metadata={"help": "Clips in memory at once."})
-    learning_rate: float = field(default=3e-3, metadata={"help": "Peak learning rate of Adam."})
+    learning_rate: float = field(default=5e-3, metadata={"help": "Peak learning rate of Adam."})
     warmup_steps: int = field(default=20, metadata={"help": "Steps of warm-up."})
     ema: float = field(default=0.98, metadata={"help": "Share of the averaged weights that is kept each step."})
     condition_weight: float = field(
-        default=0.5, metadata={"help": "How far apart captions are, in units of how far apart real clips are."}
+        default=2.5, metadata={"help": "How far apart captions are, in units of how far apart real clips are."}
     )
     scales: list[float] = field(
-        default_factory=lambda: [0.25, 0.5, 1.0, 2.0],
+        default_factory=lambda: [0.2, 0.3],
         metadata={"help": "Bandwidths, in units of the median distance."},
-    )
-    kernel: str = field(default="rational_quadratic", metadata={"help": "gaussian, laplace, rational_quadratic..."})
-    whitened_dimensions: int = field(
-        default=64,
-        metadata={"help": "Principal axes of each encoder's features that count alike; 0 for raw features."},
     )
     landmarks: int = field(default=1024, metadata={"help": "Landmarks that sum up real clips."})
     tower_steps: int = field(default=100, metadata={"help": "Steps of the tower."})
@@ -108,9 +102,6 @@ def main() -> None:
     judge = load_classifier(judge_file, READ).to(accelerator.device)
     encoders = make_encoders(args.encoders, tower, dtype=args.dtype, mini_batch_size=args.mini_batch_size)
     encoders = {name: encoder.to(accelerator.device) for name, encoder in encoders.items()}
-    if args.whitened_dimensions:
-        features = features_of(encoders, train)
-        encoders = {name: Whitened.fit(encoders[name], x, args.whitened_dimensions) for name, x in features.items()}
 
     # Generator
     generator = TinyVideoGenerator(vocabulary(train_captions), frames=train.shape[1], side=train.shape[-1])
@@ -129,7 +120,6 @@ def main() -> None:
             condition=conditions,
             condition_weight=weight,
             landmarks=args.landmarks,
-            kernel=args.kernel,
             scales=args.scales,
             name=name,
         )

@@ -4,7 +4,6 @@ from st_cached_extras.encoders.frozen import FrameEncoder, FrozenEncoder, VideoE
 from st_cached_extras.encoders.preprocessing import PixelPreprocessing
 from st_cached_extras.encoders.random_features import PooledPixels, RandomConvolution3d
 from st_cached_extras.encoders.sentence_transformer import SentenceTransformerEncoder
-from st_cached_extras.encoders.whitening import Whitened
 
 __all__ = [
     "FrameEncoder",
@@ -14,6 +13,5 @@ __all__ = [
     "RandomConvolution3d",
     "SentenceTransformerEncoder",
     "VideoEncoder",
-    "Whitened",
     "load_encoder",
 ]
