@@ -22,6 +22,7 @@ SAMPLE_ROWS = 32_768
 SAMPLE_VALUES = 2**26
 SAMPLE_ROWS_PER_LANDMARK = 4
 BATCH_ROWS = 4_096
+KERNEL_ROWS = 512
 K_MEANS_ITERATIONS = 20
 
 
@@ -66,8 +67,9 @@ def fit_parts(
     stored = z.double() / scale
     mean_kernel = z.new_zeros(len(z), len(kernel.scales), z.shape[1], dtype=torch.float64)  # μ(Z), [P, scales, M]
     for blocks in batches("Mean kernel"):
-        for block, (landmark, row) in enumerate(zip(stored, standardize(blocks), strict=True)):
-            mean_kernel[block] += kernel.values(squared_distances(landmark, row)).sum(dim=2)
+        for part in blocks.split(KERNEL_ROWS, dim=1):
+            for block, (landmark, row) in enumerate(zip(stored, standardize(part), strict=True)):
+                mean_kernel[block] += kernel.values(squared_distances(landmark, row)).sum(dim=2)
     mean_kernel /= batches.count
     alpha = torch.stack([solve(z, mu, kernel, jitter) for z, mu in zip(stored, mean_kernel, strict=True)])
     if all_rows := len(x[0]) == batches.count:
@@ -135,15 +137,19 @@ class Batches:
             x, condition = batch if isinstance(batch, (tuple, list)) else (batch, None)
             self._check(x, condition)
             count += len(x)
-            for tensor in (x, condition) if not self.hash and condition is not None else (x,):
+            for tensor in (x,) if condition is None else (x, condition):
                 digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
-            x = (x.detach().cpu() if x.device.type == "mps" else x.detach()).float()
+            x = x.detach().cpu() if x.device.type == "mps" else x.detach()  # which has no fp64
+            x = x.to(torch.promote_types(x.dtype, torch.float32))
             weighted = None if condition is None else self._condition_weight * condition.to(x)
             yield to_blocks(x, self._layout, weighted)
-        if self.hash and count != self.count:
-            raise ValueError(f"features: {self.count} rows at the first pass, and {count} at the second.")
         if not count:
             raise ValueError("features: no rows, expected at least 2. Give the features of the whole reference.")
+        if self.hash and self.hash != digest.hexdigest():
+            raise ValueError(
+                f"features: {self.count} rows at the first pass, and {count} at the second, or others. Give batches "
+                "that are the same every time they are iterated, without shuffling."
+            )
         self.count, self.hash = count, digest.hexdigest()
 
     def _check(self, x: Any, condition: Any) -> None:

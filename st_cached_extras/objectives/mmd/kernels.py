@@ -86,9 +86,7 @@ class Kernel(ABC):
 
     def value(self, squared: Tensor) -> Tensor:
         """k for squared distances in units of σ², of any shape."""
-        argument = squared.sqrt() if self.by_distance else squared
-        values = [self._value(argument, scale, torch.empty_like(argument)) for scale in self.scales]
-        return torch.stack(values).mean(dim=0)
+        return self.values(squared).mean(dim=0)
 
     def values(self, squared: Tensor) -> Tensor:
         """k_s per scale, [scales, ...], for squared distances in units of σ²."""

@@ -204,6 +204,24 @@ def test_batches_give_what_the_tensor_gives(make):
     assert parts.describe()["rows"] == "300"
 
 
+def test_batches_that_differ_from_pass_to_pass_are_refused():
+    class Shuffled:
+        passes = 0
+
+        def __iter__(self):
+            Shuffled.passes += 1
+            return iter(gaussian_rows(60, 4, seed=Shuffled.passes).split(20))
+
+    with pytest.raises(ValueError, match=r"features: 60 rows at the first pass.*without shuffling"):
+        NystromReference.fit(Shuffled(), landmarks=5)
+
+
+def test_the_hash_of_the_data_knows_the_condition():
+    x, c = gaussian_rows(30, 4), gaussian_rows(30, 2, seed=1)
+    hashes = {NystromReference.fit(x, condition=each, landmarks=5).identity["data_hash"] for each in (None, c, 2 * c)}
+    assert len(hashes) == 3
+
+
 def test_more_rows_than_the_sample_holds_still_enter_the_mean_kernel(monkeypatch):
     monkeypatch.setattr(fitting, "SAMPLE_ROWS", 200)
     x = gaussian_rows(1000, 5)
