@@ -6,6 +6,7 @@ Everything here is for ranks of :func:`~st_cached_extras.testing.ranks.run_on_ra
 from __future__ import annotations
 
 import copy
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -61,6 +62,7 @@ def deepspeed_on_cpu() -> None:
     os.environ.pop("ACCELERATE_USE_CPU", None)
     import deepspeed
 
+    deepspeed.utils.logger.setLevel(logging.ERROR)  # it writes to the standard output
     # Collectives in shared memory would be compiled for minutes; gloo has the same.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     PartialState(backend="gloo")

@@ -82,7 +82,7 @@ def matrix(arguments: argparse.Namespace, ranks: int) -> str:
                     len(cells),
                     f"{max(max(cell['parameters']) for cell in cells.values()):.1e}",
                     f"{max(max(cell['change']) for cell in cells.values()):.1e}",
-                    sum(step["reductions"][0].values()),
+                    sum(step["reductions"][0].values()) or "in C++",
                     f"{step['share']:.2f}",
                 ]
             )

@@ -1,4 +1,4 @@
-"""The configurations for Accelerate and DeepSpeed: complete, of known keys, and without values that nobody fills in."""
+"""The configurations for Accelerate and DeepSpeed: of known keys, and without values that nobody fills in."""
 
 import json
 from pathlib import Path
