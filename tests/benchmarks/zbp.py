@@ -282,13 +282,14 @@ def quality_of(arguments: argparse.Namespace, index: int | None, pairs: Pairs, q
 def run_cost(arguments: argparse.Namespace) -> None:
     """Time per probe in forwards, and memory as probes grow."""
     layer, x, v = layer_and_input()
+    n = 16
 
     def forward() -> Tensor:
         with torch.no_grad():
             return layer(x)
 
-    def estimated(mode: str, n: int) -> Callable[[], None]:
-        config = ZBPConfig(mode=mode, n_probes=n, eps=1e-2, param_mode="none", probe="rademacher")
+    def estimated(mode: str, chunk: int = 1) -> Callable[[], None]:
+        config = ZBPConfig(mode=mode, n_probes=n, eps=1e-2, param_mode="none", probe="rademacher", probe_chunk=chunk)
         block = ZBPBlock(layer, config)
 
         def step() -> None:
@@ -297,17 +298,17 @@ def run_cost(arguments: argparse.Namespace) -> None:
 
         return step
 
-    n = 16
     sides: dict[str, Callable[[], object]] = {"forward": forward}
-    sides |= {mode: estimated(mode, n) for mode in ("cd", "fd", "jvp")}
-    sides |= {"backprop": estimated("bp", n), "checkpoint": estimated("exact", n)}
+    sides |= {mode: estimated(mode) for mode in ("cd", "fd", "jvp")}
+    sides |= {"jvp, all at once": estimated("jvp", n)}
+    sides |= {"backprop": estimated("bp"), "checkpoint": estimated("exact")}
     times = time_in_turn(sides, arguments.repeats)
     unit = times["forward"][0]
     print(header())
     print(f"One layer of MiniLM's size, {tuple(x.shape)}, {n} probes in turn; a forward is {1e3 * unit:.1f} CPU-ms\n")
     rows = [
         [mode, f"{times[mode][0] / unit:.1f}", f"{(times[mode][0] / unit - 1) / n:.2f}"]
-        for mode in ("cd", "fd", "jvp")
+        for mode in ("cd", "fd", "jvp", "jvp, all at once")
     ]
     rows += [[mode, f"{times[mode][0] / unit:.1f}", ""] for mode in ("backprop", "checkpoint")]
     print(table(["mode", "forwards a step", "forwards a probe"], rows))
