@@ -5,7 +5,7 @@
 puts a simulated optical head (intensities behind an unknown medium, 5 % noise, 8 bits) behind MiniLM's first three
 layers and trains them on pairs of texts, once for each arm: nothing, head ignored, linear surrogate, ZBP at several
 budgets, and the exact gradient that only a simulation has. It writes the report, a figure, and the model of the best
-arm without the exact gradient, with its card, to output/zbp-optical. A quarter of an hour on two CPU cores.
+arm without the exact gradient, with its card, to output/zbp-optical. Each takes a few minutes on two CPU cores.
 
     python training_scripts/train_with_zbp.py --scenario int8 --dataset my/pairs --model my/encoder
 
