@@ -61,7 +61,7 @@ class ZeROEngine(Engine):
         elif first and partitioned:
             self._forget_gradients_of_other_than(reached_leaves(surrogate))
         elif last and not partitioned:
-            # What no mini-batch but the last one's hooks reduce or copy must be reached by it.
+            # It is the hooks of the last backward that reduce, and only of the parameters that it reaches.
             reached = reached_leaves(surrogate)
             surrogate = surrogate + zero_terms(p for p in self._trainable() if p not in reached)
         with deepspeed_without_reduction(self.model) if deferred else nullcontext():

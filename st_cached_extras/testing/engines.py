@@ -135,11 +135,13 @@ def make_accelerator(
         "train_micro_batch_size_per_gpu": 1,  # rows are the losses' business
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": clipping,
-        "zero_optimization": {"stage": int(engine.removeprefix("zero")), "overlap_comm": False} | zero_options,
+        "zero_optimization": {"stage": int(engine.removeprefix("zero")), "overlap_comm": False},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
-    plugin = DeepSpeedPlugin(hf_ds_config=small_buckets(config))
+    config = small_buckets(config)
+    config["zero_optimization"] |= zero_options
+    plugin = DeepSpeedPlugin(hf_ds_config=config)
     return Accelerator(gradient_accumulation_steps=accumulation, deepspeed_plugin=plugin)
 
 

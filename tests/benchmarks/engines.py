@@ -108,7 +108,11 @@ def seconds_of_a_step(engine: str, steps: int) -> float:
     if engine == "plain":
         backward = torch.Tensor.backward
     else:
-        accelerator = make_accelerator(engine)
+        sizes = ["reduce_bucket_size"]
+        if engine == "zero3":
+            sizes += ["stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"]
+        zero_options = dict.fromkeys(sizes, 100_000) if engine.startswith("zero") else {}
+        accelerator = make_accelerator(engine, **zero_options)
         wrapped, optimizer = accelerator.prepare(model, optimizer)
         check_wrapped(wrapped, engine)
         backward = accelerator.backward
