@@ -68,11 +68,18 @@ def embedding_gradients_by_rows(model: nn.Module) -> Iterator[None]:
     rest of its gradient from autograd, into the same buffer.
 
     Args:
-        model: its embeddings of type ``nn.Embedding``, as far as :func:`adds_by_rows` allows.
+        model: its embeddings of type ``nn.Embedding``, as far as :func:`adds_by_rows` allows. Of a compiled model
+            none, which would be compiled anew for the hooks.
     """
-    handles = [module.register_forward_hook(_embed_by_rows) for module in model.modules() if adds_by_rows(module)]
+    modules = [] if _is_compiled(model) else list(model.modules())
+    handles = [module.register_forward_hook(_embed_by_rows) for module in modules if adds_by_rows(module)]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    """Whether the model or a part of it goes through ``torch.compile``."""
+    return any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in model.modules())

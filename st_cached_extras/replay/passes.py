@@ -7,7 +7,7 @@ autocast, is captured around the first and restored around the second.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 from st_cached_extras.distributed.engines import Engine
 from st_cached_extras.distributed.world import RankError, World
 from st_cached_extras.replay.columns import Column
+from st_cached_extras.replay.embedding_rows import embedding_gradients_by_rows
 from st_cached_extras.replay.loop import replay_mini_batches
 
 
@@ -72,6 +73,8 @@ class Passes:
         self._extract = extract
         self._world = world
         self._show_progress_bar = show_progress_bar
+        # Engines that reduce gradients wait for autograd to hand them each one.
+        self._is_plain = type(engine) is Engine
         parameter = next(engine.model.parameters(), None)
         self._autocast = AutocastState.capture(torch.device("cpu") if parameter is None else parameter.device)
 
@@ -94,6 +97,7 @@ class Passes:
         try:
             with (
                 self._engine.naming_failures(),
+                self._embedding_gradients(),
                 self._progress(sum(len(column.plan) for column in columns), "Collect") as progress,
             ):
                 for column, count in zip_longest(columns, counts):
@@ -167,7 +171,7 @@ class Passes:
             # known to be trainable.
             replays.append(replays.pop(column.trainable))
             groups.append(replays)
-        with self._progress(sum(map(len, groups)), "Replay") as progress:
+        with self._embedding_gradients(), self._progress(sum(map(len, groups)), "Replay") as progress:
             replay_mini_batches(groups, grad_output, engine=self._engine, world=self._world, progress=progress)
 
     def _embed_again(self, column: Column, index: int, cotangent: Tensor, last: bool) -> list[tuple[Tensor, Tensor]]:
@@ -178,6 +182,9 @@ class Passes:
             with column.random_states[index] or nullcontext(), self._autocast.restore():
                 embeddings = self._extract(self._engine.replay(features, last=last))
         return [(embeddings, cotangent[rows.to(cotangent.device)])]
+
+    def _embedding_gradients(self) -> AbstractContextManager[None]:
+        return embedding_gradients_by_rows(self._engine.model) if self._is_plain else nullcontext()
 
     def _progress(self, total: int, description: str) -> tqdm:
         return tqdm(total=total, desc=f"{description} mini-batches", disable=not self._show_progress_bar, leave=False)

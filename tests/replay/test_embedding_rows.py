@@ -96,3 +96,13 @@ def hooked():
 def test_what_is_not_plain_is_left_to_autograd(module):
     assert not adds_by_rows(module)
     assert adds_by_rows(nn.Embedding(9, 4))
+
+
+def test_a_compiled_model_is_left_alone():
+    model = nn.Sequential(nn.Embedding(9, 4))
+    for compiled in (torch.compile(model, backend="eager"), nn.Sequential(torch.compile(model, backend="eager"))):
+        with embedding_gradients_by_rows(compiled):
+            assert not model[0]._forward_hooks
+    model[0].compile(backend="eager")
+    with embedding_gradients_by_rows(model):
+        assert not model[0]._forward_hooks
