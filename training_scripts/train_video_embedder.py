@@ -25,11 +25,7 @@ import datasets
 import numpy as np
 from datasets import Dataset
 from retrieval_evaluation import CaptionToVideoEvaluator, bootstrap_interval, mean_reciprocal_rank, recall
-from sentence_transformers import (
-    SentenceTransformer,
-    SentenceTransformerTrainer,
-    SentenceTransformerTrainingArguments,
-)
+from sentence_transformers import SentenceTransformer, SentenceTransformerTrainingArguments
 from sentence_transformers.base.evaluation import SequentialEvaluator
 from sentence_transformers.base.modules import Router
 from sentence_transformers.base.sampler import NoDuplicatesBatchSampler
@@ -37,7 +33,7 @@ from sentence_transformers.base.training_args import BatchSamplers
 from tiny_video_tower import tiny_video_tower
 from transformers import HfArgumentParser, set_seed
 
-from st_cached_extras import CachedInfoNCELoss
+from st_cached_extras import CachedInfoNCELoss, ReplaySentenceTransformerTrainer
 from st_cached_extras.cards import ReplayModelCardData, command_line, describe_dataset, retrieval_figure
 from st_cached_extras.data import decode_videos, moving_shapes
 
@@ -84,6 +80,7 @@ def main() -> None:
     script, args = HfArgumentParser((ScriptArguments, TrainingArguments)).parse_args_into_dataclasses()
     set_seed(args.seed)
     push, args.push_to_hub = args.push_to_hub, False  # only the finished model goes up, below
+    token, args.hub_token = args.hub_token, None  # the Trainer writes its arguments beside the model
     if args.learning_rate is None:
         args.learning_rate = 1.5e-3 if script.model is None else 2e-5
     if args.batch_sampler == BatchSamplers.NO_DUPLICATES:
@@ -122,7 +119,9 @@ def main() -> None:
 
     # Training
     during = SequentialEvaluator(list(evaluators.values()))  # only where --eval_strategy asks for it
-    trainer = SentenceTransformerTrainer(model=model, args=args, train_dataset=train, loss=loss, evaluator=during)
+    trainer = ReplaySentenceTransformerTrainer(
+        model=model, args=args, train_dataset=train, loss=loss, evaluator=during
+    )
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
 
     # Evaluation, after
@@ -131,24 +130,25 @@ def main() -> None:
         evaluator(model, epoch=trainer.state.epoch, steps=trainer.state.global_step)
         ranks_after[name] = evaluator.ranks
     scores = score_rows(ranks_before, ranks_after, evaluation)
-    if not trainer.is_world_process_zero():
-        return
 
-    # Figure, card, model
+    # Figure
     shown = evaluators["novel" if "novel" in evaluators else next(iter(evaluators))]
-    sizes = {name: len(clips) for name, clips in evaluation.items()}
-    ranks = {name: (ranks_before[name], ranks_after[name]) for name in evaluators}
-    captions_are = "caption, never trained on" if shown.name == "novel" else "caption"
-    rows = shown.retrieved(captions=8, clips=3)
-    figure = retrieval_figure(final / "retrieval.png", rows, ranks, sizes, captions_are=captions_are)
+    if trainer.is_world_process_zero():
+        sizes = {name: len(clips) for name, clips in evaluation.items()}
+        ranks = {name: (ranks_before[name], ranks_after[name]) for name in evaluators}
+        captions_are = "caption, never trained on" if shown.name == "novel" else "caption"
+        rows = shown.retrieved(captions=8, clips=3)
+        figure = retrieval_figure(final / "retrieval.png", rows, ranks, sizes, captions_are=captions_are)
+        card.figures = [
+            (
+                str(figure),
+                f"Left: the three best clips for eight captions of {shown.name!r}, right ones framed in green. "
+                "Right: how often the right clip is among the k best, before and after training.",
+            )
+        ]
+
+    # Card and model. All ranks save: some engines leave each of them a part of the model.
     card.scores = scores
-    card.figures = [
-        (
-            str(figure),
-            f"Left: the three best clips for eight captions of {shown.name!r}, right ones framed in green. "
-            "Right: how often the right clip is among the k best, before and after training.",
-        )
-    ]
     card.run = {
         "Batch": f"{args.train_batch_size} clips a device on {args.world_size} device(s), "
         f"{args.gradient_accumulation_steps} batch(es) a step, in mini-batches of {script.mini_batch_size}",
@@ -157,13 +157,19 @@ def main() -> None:
         "Seed": args.seed,
     }
     card.data = {name: describe_dataset(clips, "clips") for name, clips in {"train": train, **evaluation}.items()}
-    model.save_pretrained(str(final))
+    name = args.hub_model_id or Path(args.output_dir).name
+    if push:
+        card.set_model_id(name)
+    trainer.save_model(str(final))
+    if not trainer.is_world_process_zero():
+        return
 
     print_table(scores)
     print(f"\nmodel   {final}\ncard    {final / 'README.md'}\nfigure  {figure}")
     if push:
-        name = args.hub_model_id or Path(args.output_dir).name
-        url = model.push_to_hub(name, token=args.hub_token, private=args.hub_private_repo, exist_ok=True)
+        url = model.push_to_hub(
+            name, token=token, private=args.hub_private_repo, exist_ok=True, local_model_path=str(final)
+        )
         print(f"pushed  {url}")
 
 

@@ -96,7 +96,7 @@ def test_the_card_has_the_scores_the_figure_and_the_command_but_no_secret(finish
     assert re.search(r"\| novel \| R@5 \| 0\.417 \| [01]\.\d{3} \| [01]\.\d{3} \|", text)
     assert "(retrieval.png)" in text
     assert "python train_video_embedder.py --max_steps 3" in text
-    assert "hf_secret" not in text
+    assert not any(b"hf_secret" in file.read_bytes() for file in finished[0].rglob("*") if file.is_file())
     assert "CachedInfoNCELoss" in text
     assert "## Known limits" in text
     assert re.search(r"\*\*train:\*\* 48 clips, fingerprint `\w+`", text)
@@ -187,3 +187,5 @@ def test_only_the_finished_model_is_pushed_and_privately(tmp_path, monkeypatch):
     assert repo_id == "me/finder"
     assert options["private"] is True
     assert len(figures) == 1
+    assert options["local_model_path"] == str(tmp_path / "out" / "final")
+    assert 'snapshot_download("me/finder")' in (tmp_path / "out" / "final" / "README.md").read_text()
