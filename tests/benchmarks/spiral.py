@@ -31,6 +31,7 @@ from tests.benchmarks.measure import header, table
 
 DIMENSIONS, TURNS, RADIUS = 64, 2.5, 2.0
 MINI_BATCH = 32
+NOISE = 2  # dimensions
 
 
 class OneSided(MultiEncoderMMD):
@@ -92,7 +93,7 @@ def train(arguments: argparse.Namespace, variant: str, seed: int) -> tuple[float
     objective = (OneSided if mutant else MultiEncoderMMD)(references)
     width = arguments.width
     generator = nn.Sequential(
-        nn.Linear(8, width), nn.SiLU(), nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width), nn.SiLU()
+        nn.Linear(NOISE, width), nn.SiLU(), nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width), nn.SiLU()
     ).append(nn.Linear(width, DIMENSIONS))
     optimizer = torch.optim.Adam(generator.parameters(), arguments.learning_rate, betas=(0.5, 0.95))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, arguments.steps)
@@ -106,7 +107,7 @@ def train(arguments: argparse.Namespace, variant: str, seed: int) -> tuple[float
         seed=seed,
     )
     for _ in range(arguments.steps):
-        passes = [staged.collect(noise) for noise in torch.randn(batch, 8).split(MINI_BATCH)]
+        passes = [staged.collect(noise) for noise in torch.randn(batch, NOISE).split(MINI_BATCH)]
         for one in passes:
             replay.add(one.features)
         replay.finalize()
@@ -116,7 +117,7 @@ def train(arguments: argparse.Namespace, variant: str, seed: int) -> tuple[float
         optimizer.zero_grad()
         schedule.step()
     with torch.no_grad():
-        drawn = generator(torch.randn(2000, 8))
+        drawn = generator(torch.randn(2000, NOISE))
     places = spiral((torch.arange(200) + 0.5) / 200)
     recall = (torch.cdist(places, drawn).amin(1) <= arguments.radius).float().mean()
     dense = spiral(torch.linspace(0, 1, 4000))
@@ -129,9 +130,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=2500)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--real", type=int, default=4000)
-    parser.add_argument("--landmarks", type=int, default=256)
-    parser.add_argument("--scales", type=float, nargs="+", default=[0.1, 0.2, 0.5, 1.0])
-    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--landmarks", type=int, default=512)
+    parser.add_argument("--scales", type=float, nargs="+", default=[0.05, 0.1, 0.3, 1.0])
+    parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--learning_rate", type=float, default=2e-3)
     parser.add_argument("--threads", type=int, default=1)
     return parser.parse_args()
