@@ -23,7 +23,7 @@ class _EmbedByRows(torch.autograd.Function):
     def forward(ctx: Any, weight: nn.Parameter, tokens: Tensor, output: Tensor, padding: int | None) -> Tensor:
         ctx.save_for_backward(tokens)
         ctx.weight, ctx.padding = weight, padding
-        return output.view_as(output)
+        return output.clone()  # a view could not be changed in place by what follows
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -40,7 +40,11 @@ class _EmbedByRows(torch.autograd.Function):
 
 
 def _embed_by_rows(module: nn.Embedding, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    if not (torch.is_grad_enabled() and output.requires_grad):
+    # Rows of this weight and nothing else: not what a hook or a replaced forward has made of them.
+    node = output.grad_fn
+    if type(node).__name__ != "EmbeddingBackward0" or node.next_functions[0][0].variable is not module.weight:
+        return output
+    if not (torch.is_grad_enabled() and inputs):
         return output
     return _EmbedByRows.apply(module.weight, inputs[0], output.detach(), module.padding_idx)
 
@@ -64,8 +68,9 @@ def adds_by_rows(module: nn.Module) -> bool:
 def embedding_gradients_by_rows(model: nn.Module) -> Iterator[None]:
     """Within it, backwards of forwards made within it add the gradients of word embeddings by rows.
 
-    Gradients are those of autograd up to the order of summation; a weight that is also used elsewhere (tied) gets the
-    rest of its gradient from autograd, into the same buffer.
+    Gradients are those of autograd up to the order of summation, also where hooks or a forward of another kind make
+    something else of the rows: those embeddings are left to it. A weight that is also used
+    elsewhere (tied) gets the rest of its gradient from autograd, into the same buffer.
 
     Args:
         model: its embeddings of type ``nn.Embedding``, as far as :func:`adds_by_rows` allows. Of a compiled model

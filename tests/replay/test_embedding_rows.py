@@ -80,6 +80,47 @@ def hooked():
     return module
 
 
+def scaled_by_a_hook(module):
+    module.register_forward_hook(lambda module, inputs, output: 3 * output)
+
+
+def scaled_by_another_forward(module):
+    module.forward = lambda tokens: 3 * nn.functional.embedding(tokens, module.weight)
+
+
+def of_another_weight(module):
+    other = nn.Parameter(torch.ones(50, 4))
+    module.forward = lambda tokens: nn.functional.embedding(tokens, other)
+
+
+@pytest.mark.parametrize("change", [scaled_by_a_hook, scaled_by_another_forward, of_another_weight])
+def test_outputs_that_are_not_rows_of_the_weight_are_left_to_autograd(change):
+    model, truth = nn.Embedding(50, 4), nn.Embedding(50, 4)
+    change(model), change(truth)
+    with embedding_gradients_by_rows(model):
+        model(tokens_of(0)).sum().backward()
+    truth(tokens_of(0)).sum().backward()
+    assert (model.weight.grad is None) == (truth.weight.grad is None)
+    if truth.weight.grad is not None:
+        torch.testing.assert_close(model.weight.grad, truth.weight.grad)
+
+
+def test_what_follows_may_change_the_output_in_place():
+    model, truth = nn.Embedding(50, 4), nn.Embedding(50, 4)
+    truth.load_state_dict(model.state_dict())
+    with embedding_gradients_by_rows(model):
+        model(tokens_of(0)).mul_(2).sum().backward()
+    truth(tokens_of(0)).mul(2).sum().backward()
+    torch.testing.assert_close(model.weight.grad, truth.weight.grad)
+
+
+def test_tokens_by_keyword_are_left_to_autograd():
+    model = nn.Embedding(50, 4)
+    with embedding_gradients_by_rows(model):
+        model(input=tokens_of(0)).sum().backward()
+    assert model.weight.grad.sum() == tokens_of(0).numel() * 4
+
+
 @pytest.mark.parametrize(
     "module",
     [
@@ -91,7 +132,15 @@ def hooked():
         nn.EmbeddingBag(9, 4),
         hooked(),
     ],
-    ids=["sparse", "max_norm", "by frequency", "frozen", "parametrised", "bag", "hooked"],
+    ids=[
+        "sparse",
+        "max_norm",
+        "by frequency",
+        "frozen",
+        "parametrised",
+        "bag",
+        "hooked",
+    ],
 )
 def test_what_is_not_plain_is_left_to_autograd(module):
     assert not adds_by_rows(module)

@@ -52,7 +52,8 @@ def fit_parts(
             sample = Sample(max(fitting, SAMPLE_ROWS_PER_LANDMARK * landmarks), seed)
         sample.add(blocks)
     rows = sample.rows()  # [P, n, J]
-    mean = total / batches.count if center else torch.zeros_like(total)  # [P, J]
+    # As it will be stored: landmarks and rows must be relative to the same point.
+    mean = (total / batches.count if center else torch.zeros_like(total)).float().double()  # [P, J]
 
     sigmas = [_bandwidth(block, kernel, sigma, seed) for block in rows]
     scale = torch.tensor(sigmas, dtype=torch.float64, device=mean.device)[:, None, None]  # [P, 1, 1]

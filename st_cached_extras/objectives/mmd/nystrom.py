@@ -192,7 +192,8 @@ class NystromReference(nn.Module):
             raise ValueError(f"landmarks: shape {list(landmarks.shape)}, expected [M, D], or [positions, M, D].")
         blocks = landmarks.detach().double()
         blocks = blocks if blocks.ndim == 3 else blocks[None]  # [P, M, D]
-        center = blocks.mean(dim=1)  # any would do: a kernel of distances does not see it
+        # Any point would do, as a kernel of distances does not see it; but the one that is stored.
+        center = blocks.mean(dim=1).float().double()
         P, _, D = blocks.shape
         count = len(make_kernel(kernel, scales).scales)
         if alpha.ndim == 1:
