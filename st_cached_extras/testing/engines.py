@@ -106,6 +106,7 @@ def make_accelerator(
     layers: tuple[str, ...] = ("BertLayer",),
     accumulation: int = 1,
     clipping: float = 0.0,
+    precision: str = "no",
     **zero_options: Any,
 ) -> Accelerator:
     """A fresh Accelerator, whatever this process had before.
@@ -115,12 +116,13 @@ def make_accelerator(
         layers: class names of the modules that FSDP2 shards one by one.
         accumulation: batches before a step.
         clipping: largest norm of the gradients, of which DeepSpeed sees to itself; 0 for any.
+        precision: of Accelerate's mixed precision: "no" or "bf16".
         zero_options: entries of DeepSpeed's ``zero_optimization``.
     """
     forget_engine()
     describe_rank()
     if engine == "ddp":
-        return Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+        return Accelerator(cpu=True, gradient_accumulation_steps=accumulation, mixed_precision=precision)
     if engine == "fsdp2":
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
@@ -129,20 +131,23 @@ def make_accelerator(
             reshard_after_forward=True,
         )
         with fsdp2_on_cpu():
-            return Accelerator(cpu=True, gradient_accumulation_steps=accumulation, fsdp_plugin=plugin)
+            return Accelerator(
+                cpu=True, gradient_accumulation_steps=accumulation, mixed_precision=precision, fsdp_plugin=plugin
+            )
     deepspeed_on_cpu()
     config = {
         "train_micro_batch_size_per_gpu": 1,  # rows are the losses' business
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": clipping,
         "zero_optimization": {"stage": int(engine.removeprefix("zero")), "overlap_comm": False},
+        "bf16": {"enabled": precision == "bf16"},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
     config = small_buckets(config)
     config["zero_optimization"] |= zero_options
     plugin = DeepSpeedPlugin(hf_ds_config=config)
-    return Accelerator(gradient_accumulation_steps=accumulation, deepspeed_plugin=plugin)
+    return Accelerator(gradient_accumulation_steps=accumulation, mixed_precision=precision, deepspeed_plugin=plugin)
 
 
 def trainer_arguments(

@@ -25,7 +25,8 @@ from st_cached_extras.testing.engines import ENGINES, check_wrapped, forget_engi
 from st_cached_extras.testing.ranks import run_on_ranks
 from st_cached_extras.testing.tiny_models import random_sentences, tiny_text_model
 from tests.benchmarks.measure import header, table
-from tests.distributed.engine_cases import FAMILIES, UNEVEN, Case, check_cases
+from tests.distributed.engine_cases import UNEVEN, Case, check_cases
+from tests.distributed.loss_families import FAMILIES
 
 EVEN = (9, 9, 9, 9)
 

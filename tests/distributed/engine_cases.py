@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from st_cached_extras.distributed.engines import engine_of
-from st_cached_extras.losses import CachedInfoNCELoss, CachedSigmoidLoss, CachedSupConLoss
+from st_cached_extras.losses import CachedInfoNCELoss
 from st_cached_extras.objectives import InfoNCE
 from st_cached_extras.replay import FeatureGradientReplay, ReplayLoss
 from st_cached_extras.testing.engines import (
@@ -32,9 +32,10 @@ from st_cached_extras.testing.tiny_models import (
     tiny_text_model,
     tiny_two_tower_model,
 )
+from tests.distributed.ddp_cases import WithoutWorldFactor, counting_collectives
+from tests.distributed.loss_families import FAMILIES
 
 LEARNING_RATE = 0.3
-FAMILIES = {"infonce": CachedInfoNCELoss, "sigmoid": CachedSigmoidLoss, "supcon": CachedSupConLoss}
 
 
 @dataclass
@@ -46,12 +47,13 @@ class Case:
         rows: rows of every rank.
         gather: one global loss, or the mean of local ones.
         accumulation: batches before the optimizer's step.
-        family: which loss, of :data:`FAMILIES`; the sigmoid's scale and bias are trained, too.
+        family: which loss, of :data:`FAMILIES`; its own parameters are trained, too.
         loss: its options.
         towers: a Router of text and video instead of one text model; "frozen" freezes the video tower.
         variant: of the text model: "lora" trains adapters alone, "checkpointing" keeps no activations.
         options: of DeepSpeed's ZeRO.
         steps: of the optimizer.
+        precision: of Accelerate's mixed precision.
     """
 
     engine: str
@@ -64,6 +66,7 @@ class Case:
     variant: str = ""
     options: dict[str, Any] = field(default_factory=dict)
     steps: int = 2
+    precision: str = "no"
 
 
 UNEVEN = (12, 5, 9, 7)
@@ -102,8 +105,9 @@ def make_columns(case: Case, model: nn.Module, ranks: list[int], batch: int) -> 
 
 
 def make_labels(case: Case, ranks: list[int]) -> Tensor:
-    """Group ids that the rows of several ranks share."""
-    return torch.cat([torch.arange(case.rows[rank]) % 3 for rank in ranks])
+    """Group ids that the rows of several ranks share; of CoSENT, scores."""
+    labels = torch.cat([torch.arange(case.rows[rank]) % 3 for rank in ranks])
+    return labels / 2 if case.family == "cosent" else labels
 
 
 def make_loss(case: Case, model: nn.Module, gather: bool) -> ReplayLoss:
@@ -124,6 +128,21 @@ class DrawsOfRanks:
         return torch.cat(drawn)
 
 
+def total(value: Tensor | dict[str, Tensor]) -> Tensor:
+    """The loss, of a loss with several components their sum."""
+    return sum(value.values()) if isinstance(value, dict) else value
+
+
+def share_parameters(losses: list[ReplayLoss]) -> None:
+    """Let all losses own the parameters of the first one, of which all ranks have a copy."""
+    for loss in losses[1:]:
+        shared = dict(zip(loss.own_parameters().values(), losses[0].own_parameters().values(), strict=True))
+        for module in loss.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                if parameter in shared:
+                    setattr(module, name, shared[parameter])
+
+
 def all_parameters(model: nn.Module, loss: ReplayLoss) -> dict[str, Tensor]:
     """Those of the model, whole, and the loss's own."""
     own = {f"loss.{name}": parameter.detach().clone() for name, parameter in loss.own_parameters().items()}
@@ -140,8 +159,7 @@ def run_in_one_process(case: Case, world_size: int) -> list[dict[str, Tensor]]:
         loss = type("OfRanks", (DrawsOfRanks, FAMILIES[case.family]), {})(model, **case.loss)
         loss.ranks, loss.counts = tuple(group), tuple(case.rows[rank] for rank in group)
         losses.append(loss)
-    for loss in losses[1:]:
-        loss.objective = losses[0].objective  # of which all ranks have a copy
+    share_parameters(losses)
     own = list(losses[0].own_parameters().values())
     optimizer.add_param_group({"params": own})
     after = []
@@ -150,19 +168,24 @@ def run_in_one_process(case: Case, world_size: int) -> list[dict[str, Tensor]]:
         for batch in range(case.accumulation):
             for group, loss in zip(groups, losses, strict=True):
                 columns = make_columns(case, model, group, case.accumulation * step + batch)
-                value = loss(columns, make_labels(case, group))
+                with torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "bf16"):
+                    value = total(loss(columns, make_labels(case, group)))
                 (value / (len(groups) * case.accumulation)).backward()
         optimizer.step()
         after.append(all_parameters(model, losses[0]))
     return after
 
 
-def run_on_ranks(case: Case) -> tuple[list[dict[str, Tensor]], dict[str, Any]]:
+def run_on_ranks(
+    case: Case, make_loss: Callable[..., ReplayLoss] = make_loss
+) -> tuple[list[dict[str, Tensor]], dict[str, Any]]:
     """Parameters after every SGD step under the engine, and what was seen on the way."""
     model = make_model(case)
-    total = sum(parameter.numel() for parameter in model.parameters())
+    elements = sum(parameter.numel() for parameter in model.parameters())
     layers = ("BertLayer", "VideoMAELayer") if case.towers else ("BertLayer",)
-    accelerator = make_accelerator(case.engine, layers=layers, accumulation=case.accumulation, **case.options)
+    accelerator = make_accelerator(
+        case.engine, layers=layers, accumulation=case.accumulation, precision=case.precision, **case.options
+    )
     loss = make_loss(case, model, case.gather)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE)
     rank, after, reductions = dist.get_rank(), [], []
@@ -175,7 +198,7 @@ def run_on_ranks(case: Case) -> tuple[list[dict[str, Tensor]], dict[str, Any]]:
         for batch in range(case.accumulation):
             columns = make_columns(case, model, [rank], case.accumulation * step + batch)
             with accelerator.accumulate(wrapped), counting_reductions() as counted:
-                accelerator.backward(loss(columns, make_labels(case, [rank])))
+                accelerator.backward(total(loss(columns, make_labels(case, [rank]))))
                 optimizer.step()
                 optimizer.zero_grad()
             reductions.append(counted)
@@ -185,7 +208,7 @@ def run_on_ranks(case: Case) -> tuple[list[dict[str, Tensor]], dict[str, Any]]:
         after.append(all_parameters(wrapped, loss))
     seen = {
         "engine": type(engine_of(wrapped)).__name__,
-        "share": local_elements(wrapped) / total,
+        "share": local_elements(wrapped) / elements,
         "reductions": [dict(counted) for counted in reductions],
     }
     return after, seen
@@ -228,16 +251,19 @@ def counting_reductions() -> Iterator[Counter]:
             setattr(module, name, function)
 
 
-def check_case(case: Case) -> dict[str, Any]:
-    """Relative L2 distances to one process after every step, of the parameters and of what the steps changed."""
+def check_case(case: Case, make_loss: Callable[..., ReplayLoss] = make_loss) -> dict[str, Any]:
+    """Relative L2 distances to one process after every step: of the parameters, of what the steps changed, and of what
+    they changed of the loss's own parameters."""
     forget_engine()
     expected = run_in_one_process(case, dist.get_world_size())
     start = all_parameters(model := make_model(case), make_loss(case, model, case.gather))
-    found, seen = run_on_ranks(case)
+    found, seen = run_on_ranks(case, make_loss)
     change = lambda after: {name: after[name] - start[name] for name in start}  # noqa: E731
+    own = lambda after: {name: x for name, x in change(after).items() if name.startswith("loss.")}  # noqa: E731
     return {
         "parameters": [relative_error(a, b) for a, b in zip(found, expected, strict=True)],
         "change": [relative_error(change(a), change(b)) for a, b in zip(found, expected, strict=True)],
+        "own change": [relative_error(own(a), own(b)) for a, b in zip(found, expected, strict=True) if own(b)],
         "checksum": float(sum(value.double().sum() for value in found[-1].values())),
         **seen,
     }
@@ -246,6 +272,43 @@ def check_case(case: Case) -> dict[str, Any]:
 def check_cases(cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
     torch.manual_seed(0)
     return {name: check_case(case) for name, case in cases.items()}
+
+
+def check_engine(engine: str, cases: dict[str, Case]) -> dict[str, Any]:
+    """Everything that the ranks of one launch are asked."""
+    return {
+        "cases": check_cases(cases),
+        "collectives": count_feature_collectives(engine),
+        "bf16": bf16_step(engine),
+        "bf16 mutant": bf16_step(
+            engine, lambda case, model, gather: WithoutWorldFactor(model, gather_across_devices=gather, **case.loss)
+        ),
+    }
+
+
+def bf16_step(engine: str, make_loss: Callable[..., ReplayLoss] = make_loss) -> float:
+    """Distance of what one step in mixed precision changes to one process under autocast."""
+    case = Case(engine, rows=UNEVEN, steps=1, precision="bf16")
+    return check_case(case, make_loss)["change"][0]
+
+
+def count_feature_collectives(engine: str) -> dict[int, dict[str, int]]:
+    """Collectives of features in one step, by mini-batch size."""
+    case = Case(engine, rows=UNEVEN)
+    forget_engine()
+    model = make_model(case)
+    accelerator = make_accelerator(engine)
+    wrapped, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=LEARNING_RATE))
+    check_wrapped(wrapped, engine)
+    counts = {}
+    for mini_batch_size in (2, 5, 64):
+        loss = CachedInfoNCELoss(model, mini_batch_size=mini_batch_size, gather_across_devices=True)
+        loss.model = wrapped
+        with counting_collectives() as calls:
+            accelerator.backward(loss(make_columns(case, model, [dist.get_rank()], 0), None))
+        optimizer.step()
+        counts[mini_batch_size] = calls
+    return counts
 
 
 def refusals() -> list[str]:

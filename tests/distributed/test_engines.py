@@ -10,7 +10,7 @@ from tests.distributed.engine_cases import UNEVEN, Case
 
 pytest.importorskip("deepspeed", reason="the dev extra installs it")
 
-PARAMETERS, CHANGE = 1e-6, 2e-5
+PARAMETERS, CHANGE, BF16 = 1e-6, 2e-5, 5e-2
 DEFERRED = {"mini_batch_size": 3, "defer_reduction": True}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 SELECTED = {"mini_batch_size": 3, "differentiated_samples": 4}
@@ -20,16 +20,20 @@ CASES: dict[str, Case] = {
     "fsdp2 even": Case("fsdp2"),
     "fsdp2 accumulated, deferred": Case("fsdp2", rows=UNEVEN, accumulation=2, family="sigmoid", loss=DEFERRED),
     "fsdp2 selected, LoRA": Case("fsdp2", rows=UNEVEN, gather=False, loss=SELECTED, variant="lora"),
-    "fsdp2 towers, deferred": Case("fsdp2", rows=UNEVEN, towers="both", loss=DEFERRED),
-    "fsdp2 frozen tower": Case("fsdp2", rows=UNEVEN, towers="frozen"),
+    "fsdp2 towers, deferred": Case("fsdp2", rows=UNEVEN, towers="both", family="composite", loss=DEFERRED),
+    "fsdp2 frozen tower": Case("fsdp2", rows=UNEVEN, towers="frozen", family="cosent"),
     "zero1 accumulated": Case("zero1", rows=UNEVEN, accumulation=2, family="supcon", loss=BUDGET),
     "zero2 accumulated, checkpointing": Case("zero2", rows=UNEVEN, accumulation=2, variant="checkpointing"),
     "zero2 deferred": Case("zero2", rows=UNEVEN, towers="both", loss=DEFERRED),
-    "zero2 overlapped": Case("zero2", rows=UNEVEN, gather=False, loss=BUDGET, options={"overlap_comm": True}),
+    "zero2 overlapped": Case(
+        "zero2", rows=UNEVEN, gather=False, family="composite", loss=BUDGET, options={"overlap_comm": True}
+    ),
     "zero3 accumulated": Case("zero3", rows=UNEVEN, accumulation=2, family="sigmoid"),
-    "zero3 deferred, checkpointing": Case("zero3", rows=UNEVEN, loss=DEFERRED, variant="checkpointing"),
+    "zero3 deferred, checkpointing": Case(
+        "zero3", rows=UNEVEN, family="cosent", loss=DEFERRED, variant="checkpointing"
+    ),
     "zero3 selected, LoRA": Case("zero3", rows=UNEVEN, gather=False, loss=SELECTED, variant="lora"),
-    "zero3 towers": Case("zero3", rows=UNEVEN, towers="both"),
+    "zero3 towers": Case("zero3", rows=UNEVEN, towers="both", family="composite"),
     "zero3 offloaded, deferred": Case("zero3", rows=UNEVEN, towers="both", loss=DEFERRED, options=OFFLOAD),
 }
 
@@ -47,13 +51,22 @@ def of_engine(engine):
     return {name: case for name, case in CASES.items() if case.engine == engine}
 
 
+ENGINES = ("fsdp2", "zero1", "zero2", "zero3")
+
+
 @pytest.fixture(scope="module")
-def results():
+def of_engines():
+    """What every rank answered, by engine."""
+    return {engine: run_on_ranks(engine_cases.check_engine, 2, engine, of_engine(engine)) for engine in ENGINES}
+
+
+@pytest.fixture(scope="module")
+def results(of_engines):
     """Every rank's results by case."""
     ranks = [{}, {}]
-    for engine in ("fsdp2", "zero1", "zero2", "zero3"):
-        for found, of_rank in zip(ranks, run_on_ranks(engine_cases.check_cases, 2, of_engine(engine)), strict=True):
-            found.update(of_rank)
+    for answers in of_engines.values():
+        for found, answer in zip(ranks, answers, strict=True):
+            found.update(answer["cases"])
     return ranks
 
 
@@ -62,7 +75,9 @@ def test_two_steps_equal_one_process(results, name):
     for of_rank in results:
         found = of_rank[name]
         assert found["parameters"][0] <= PARAMETERS, found
-        assert max(found["change"]) <= CHANGE, found  # the second step begins where rounding left the first
+        assert max(found["change"] + found["own change"]) <= CHANGE, (
+            found
+        )  # the second step begins where rounding left the first
         assert found["engine"] == ("FSDP2Engine" if name.startswith("fsdp2") else "ZeROEngine")
     assert results[0][name]["checksum"] == results[1][name]["checksum"]
 
@@ -82,6 +97,20 @@ def test_gradients_are_reduced_for_every_mini_batch_or_once(results, name):
         number = of_batch.get("reduce_scatter_single") or of_batch["all_reduce"]
         once = 3 if case.engine == "fsdp2" else 4  # modules that are sharded; buckets
         assert number == (once if REDUCTIONS_OF_A_STEP[name] == "once" else once * mini_batches)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_feature_collectives_do_not_grow_with_the_number_of_mini_batches(of_engines, engine):
+    for answer in of_engines[engine]:
+        counts = answer["collectives"]
+        assert counts[2] == counts[5] == counts[64] == {"all_gather": 1, "reduce_scatter": 1}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_step_in_bf16_equals_one_process_within_its_noise(of_engines, engine):
+    for answer in of_engines[engine]:
+        assert answer["bf16"] <= BF16
+        assert answer["bf16 mutant"] > 0.4  # a half of the gradient is missing
 
 
 def test_what_would_be_wrong_is_refused_on_all_ranks():
