@@ -34,6 +34,7 @@ __all__ = [
     "deepspeed_reduce",
     "deepspeed_without_reduction",
     "get_batch_size",
+    "is_compiled",
     "model_of_checkpoint",
     "rendezvous_store",
     "source_of",
@@ -44,6 +45,11 @@ __all__ = [
 def uncompiled(model: nn.Module) -> Any:
     """The module inside a ``torch.compile`` wrapper, or the module itself."""
     return getattr(model, "_orig_mod", model)
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether the model or a part of it goes through ``torch.compile``."""
+    return any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in model.modules())
 
 
 def dataset_fingerprint(dataset: Dataset) -> str:

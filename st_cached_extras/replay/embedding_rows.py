@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from st_cached_extras._compat import is_compiled
+
 
 class _EmbedByRows(torch.autograd.Function):
     """The output of an embedding, whose backward adds the rows of its gradient to ``weight.grad``."""
@@ -76,15 +78,10 @@ def embedding_gradients_by_rows(model: nn.Module) -> Iterator[None]:
         model: its embeddings of type ``nn.Embedding``, as far as :func:`adds_by_rows` allows. Of a compiled model
             none, which would be compiled anew for the hooks.
     """
-    modules = [] if _is_compiled(model) else list(model.modules())
+    modules = [] if is_compiled(model) else list(model.modules())
     handles = [module.register_forward_hook(_embed_by_rows) for module in modules if adds_by_rows(module)]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _is_compiled(model: nn.Module) -> bool:
-    """Whether the model or a part of it goes through ``torch.compile``."""
-    return any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in model.modules())
