@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ast
-import re
-import sysconfig
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import datasets
 from datasets import Dataset
+
+from st_cached_extras.data.docstrings import docstring_pairs
 
 PACKAGES = ("sentence_transformers", "datasets", "accelerate", "transformers", "torch")
 
@@ -25,7 +22,7 @@ def text_pairs(source: str | None, columns: list[str] | None, count: int, seed: 
         seed: of the order.
     """
     if source is None:
-        queries, answers = zip(*docstring_pairs(), strict=True)
+        queries, answers = zip(*docstring_pairs(PACKAGES), strict=True)
         pairs = Dataset.from_dict({"query": queries, "answer": answers})
     else:
         pairs = load(source)
@@ -45,22 +42,3 @@ def load(source: str) -> Dataset:
         kind = {".jsonl": "json"}.get(file.suffix, file.suffix.removeprefix("."))
         return datasets.load_dataset(kind, data_files=source, split="train")
     return datasets.load_dataset(source, split="train")
-
-
-def docstring_pairs() -> Iterator[tuple[str, str]]:
-    """(name of a class or function in words, first sentence of its docstring)."""
-    site_packages = Path(sysconfig.get_paths()["purelib"])
-    for package in PACKAGES:
-        for file in sorted((site_packages / package).rglob("*.py")):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                try:
-                    tree = ast.parse(file.read_text(encoding="utf-8"))
-                except (SyntaxError, UnicodeDecodeError):
-                    continue
-            for node in ast.walk(tree):
-                if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and (docstring := ast.get_docstring(node)):
-                    query = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|_+", " ", node.name).strip().lower()
-                    answer = " ".join(docstring.split("\n\n")[0].split())
-                    if query and len(answer.split()) > 2:
-                        yield query, answer

@@ -7,12 +7,8 @@ parquet file with two text columns, or from WordNet as Debian's package ``wordne
 from __future__ import annotations
 
 import argparse
-import ast
 import random
-import re
-import sysconfig
 import tempfile
-import warnings
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -23,8 +19,9 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from torch import Tensor
-from tqdm.auto import tqdm
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+from st_cached_extras.data.docstrings import docstring_pairs
 
 Pairs = list[tuple[str, str]]
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -45,31 +42,14 @@ def load_pairs(arguments: argparse.Namespace, count: int, seed: int = 0) -> tupl
     elif arguments.wordnet is not None:
         pairs = list(wordnet_pairs(arguments.wordnet))
     else:
-        pairs = list(islice(docstring_pairs(), max(2 * count, 10_000)))  # parsing every package takes minutes
+        pairs = list(
+            islice(docstring_pairs(PACKAGES, show_progress_bar=True), max(2 * count, 10_000))
+        )  # parsing every package takes minutes
     pairs = list(dict.fromkeys(pairs))
     if len(pairs) < count:
         raise ValueError(f"Found {len(pairs)} pairs of text, and the benchmark needs {count}: use a smaller batch.")
     random.Random(seed).shuffle(pairs)
     return pairs[:count], pairs
-
-
-def docstring_pairs(packages: tuple[str, ...] = PACKAGES) -> Iterator[tuple[str, str]]:
-    """(name in words, first paragraph of the docstring) of what the installed packages define."""
-    site_packages = Path(sysconfig.get_paths()["purelib"])
-    files = [file for package in packages for file in sorted((site_packages / package).rglob("*.py"))]
-    for file in tqdm(files, desc="Read docstrings", leave=False):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                tree = ast.parse(file.read_text(encoding="utf-8"))
-            except (SyntaxError, UnicodeDecodeError):
-                continue
-        for node in ast.walk(tree):
-            if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and (docstring := ast.get_docstring(node)):
-                name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|_+", " ", node.name).strip().lower()
-                paragraph = " ".join(docstring.split("\n\n")[0].split())
-                if name and len(paragraph.split()) > 2:
-                    yield name, paragraph
 
 
 def parquet_pairs(file: Path) -> Iterator[tuple[str, str]]:

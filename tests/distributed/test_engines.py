@@ -8,8 +8,6 @@ from st_cached_extras.testing.ranks import RankFailure, run_on_ranks
 from tests.distributed import engine_cases
 from tests.distributed.engine_cases import UNEVEN, Case
 
-pytest.importorskip("deepspeed", reason="the dev extra installs it")
-
 PARAMETERS, CHANGE, BF16 = 1e-6, 2e-5, 5e-2
 DEFERRED = {"mini_batch_size": 3, "defer_reduction": True}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}

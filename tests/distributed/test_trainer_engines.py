@@ -10,8 +10,6 @@ from st_cached_extras.testing.ranks import run_on_ranks
 from st_cached_extras.testing.tiny_models import relative_error
 from tests.distributed import trainer_cases
 
-pytest.importorskip("deepspeed", reason="the dev extra installs it")
-
 ENGINES = ("fsdp2", "zero2", "zero3")
 
 

@@ -4,6 +4,7 @@ import copy
 import pickle
 import warnings
 
+import peft
 import pytest
 import torch
 from datasets import Dataset
@@ -244,7 +245,6 @@ def test_gradient_checkpointing_gives_the_same_gradients(use_reentrant):
 
 
 def test_lora_trains_inside_a_wrapped_layer_and_below_it():
-    peft = pytest.importorskip("peft")
     model = tiny_text_model()
     columns = text_columns(model, 4)
     config = peft.LoraConfig(target_modules=["query", "value"], r=2, init_lora_weights=False)
