@@ -119,7 +119,8 @@ class ReplayTrainerMixin:
         return optimizer_cls, {**kwargs, name: groups}, of_losses
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        self._loss_scale = self._current_loss_scale()  # the step itself may change it
+        if self._loss_optimizer is not None:
+            self._loss_scale = self._current_loss_scale()  # the step itself may change it
         return super().training_step(*args, **kwargs)
 
     def _current_loss_scale(self) -> float:

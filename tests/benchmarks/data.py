@@ -42,9 +42,8 @@ def load_pairs(arguments: argparse.Namespace, count: int, seed: int = 0) -> tupl
     elif arguments.wordnet is not None:
         pairs = list(wordnet_pairs(arguments.wordnet))
     else:
-        pairs = list(
-            islice(docstring_pairs(PACKAGES, show_progress_bar=True), max(2 * count, 10_000))
-        )  # parsing every package takes minutes
+        found = docstring_pairs(PACKAGES, show_progress_bar=True)
+        pairs = list(islice(found, max(2 * count, 10_000)))  # parsing every package takes minutes
     pairs = list(dict.fromkeys(pairs))
     if len(pairs) < count:
         raise ValueError(f"Found {len(pairs)} pairs of text, and the benchmark needs {count}: use a smaller batch.")
