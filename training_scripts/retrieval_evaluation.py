@@ -26,6 +26,8 @@ class CaptionToVideoEvaluator(InformationRetrievalEvaluator):
 
     Attributes:
         ranks: After a call, the rank of the right clip per caption, int of shape [captions], 0 is the best.
+        ranks_before: Those of the first call.
+        first_step: The step of the first call: 0, or that from which a run was resumed.
         order: After a call, the clips from best to worst per caption, int of shape [captions, clips].
     """
 
@@ -33,6 +35,8 @@ class CaptionToVideoEvaluator(InformationRetrievalEvaluator):
         self.clips = clips
         self.captions: list[str] = []
         self.right: dict[str, set[str]] = {}
+        self.ranks_before: np.ndarray | None = None
+        self.first_step = 0
         for row, caption in enumerate(clips["caption"]):
             if caption not in self.right:
                 self.captions.append(caption)
@@ -47,7 +51,14 @@ class CaptionToVideoEvaluator(InformationRetrievalEvaluator):
             name=name,
         )
 
-    def __call__(self, model: SentenceTransformer, *args: Any, **kwargs: Any) -> dict[str, float]:
+    def __call__(
+        self,
+        model: SentenceTransformer,
+        output_path: str | None = None,
+        epoch: float = -1,
+        steps: int = -1,
+        **kwargs: Any,
+    ) -> dict[str, float]:
         options = {"convert_to_tensor": True, "show_progress_bar": False, "batch_size": self.batch_size}
         batches = self.clips.select_columns("video").iter(self.batch_size)
         videos = torch.cat([model.encode_document(batch["video"], **options) for batch in batches])
@@ -56,7 +67,9 @@ class CaptionToVideoEvaluator(InformationRetrievalEvaluator):
         self.ranks = np.array(
             [np.flatnonzero(right)[0] for right in map(self._right_in_order, range(len(self.order)))]
         )
-        return super().__call__(model, *args, corpus_embeddings=videos, **kwargs)
+        if self.ranks_before is None:
+            self.ranks_before, self.first_step = self.ranks, steps
+        return super().__call__(model, output_path, epoch, steps, corpus_embeddings=videos, **kwargs)
 
     def retrieved(self, captions: int, clips: int) -> list[Retrieved]:
         """The best clips of some captions, spread evenly over the set: what `retrieval_figure` draws."""

@@ -108,34 +108,24 @@ def main() -> None:
     # Loss: embeds everything mini-batch by mini-batch, and contrasts the whole batch.
     loss = CachedInfoNCELoss(model, scale=script.scale, mini_batch_size=script.mini_batch_size)
 
-    # Evaluators, before training
+    # Evaluators, which keep what they found at every call: before training, whenever --eval_strategy says, and after
     evaluators = {
         name: CaptionToVideoEvaluator(clips, name, script.mini_batch_size) for name, clips in evaluation.items()
     }
-    ranks_before = {}
-    for name, evaluator in evaluators.items():
-        evaluator(model, epoch=0, steps=0)
-        ranks_before[name] = evaluator.ranks
 
-    # Training
-    during = SequentialEvaluator(list(evaluators.values()))  # only where --eval_strategy asks for it
+    # Training. The trainer evaluates, as it alone knows how where devices hold shards of the model.
+    args.eval_on_start = True
     trainer = ReplaySentenceTransformerTrainer(
-        model=model, args=args, train_dataset=train, loss=loss, evaluator=during
+        model=model, args=args, train_dataset=train, loss=loss, evaluator=SequentialEvaluator([*evaluators.values()])
     )
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-
-    # Evaluation, after
-    ranks_after = {}
-    for name, evaluator in evaluators.items():
-        evaluator(model, epoch=trainer.state.epoch, steps=trainer.state.global_step)
-        ranks_after[name] = evaluator.ranks
-    scores = score_rows(ranks_before, ranks_after, evaluation)
+    trainer.evaluate()
 
     # Figure
     shown = evaluators["novel" if "novel" in evaluators else next(iter(evaluators))]
     if trainer.is_world_process_zero():
         sizes = {name: len(clips) for name, clips in evaluation.items()}
-        ranks = {name: (ranks_before[name], ranks_after[name]) for name in evaluators}
+        ranks = {name: (evaluator.ranks_before, evaluator.ranks) for name, evaluator in evaluators.items()}
         captions_are = "caption, never trained on" if shown.name == "novel" else "caption"
         rows = shown.retrieved(captions=8, clips=3)
         figure = retrieval_figure(final / "retrieval.png", rows, ranks, sizes, captions_are=captions_are)
@@ -146,9 +136,9 @@ def main() -> None:
                 "Right: how often the right clip is among the k best, before and after training.",
             )
         ]
+        card.scores = score_rows(ranks, evaluation)
 
     # Card and model. All ranks save: some engines leave each of them a part of the model.
-    card.scores = scores
     card.run = {
         "Batch": f"{args.train_batch_size} clips a device on {args.world_size} device(s), "
         f"{args.gradient_accumulation_steps} batch(es) a step, in mini-batches of {script.mini_batch_size}",
@@ -156,6 +146,8 @@ def main() -> None:
         "Steps": trainer.state.global_step,
         "Seed": args.seed,
     }
+    if shown.first_step > 0:
+        card.run["Before"] = f"step {shown.first_step}, from which this run went on"
     card.data = {name: describe_dataset(clips, "clips") for name, clips in {"train": train, **evaluation}.items()}
     name = args.hub_model_id or Path(args.output_dir).name
     if push:
@@ -164,7 +156,7 @@ def main() -> None:
     if not trainer.is_world_process_zero():
         return
 
-    print_table(scores)
+    print_table(card.scores)
     print(f"\nmodel   {final}\ncard    {final / 'README.md'}\nfigure  {figure}")
     if push:
         url = model.push_to_hub(
@@ -246,30 +238,31 @@ def limits(script: ScriptArguments) -> list[str]:
     ]
 
 
-def score_rows(before: dict, after: dict, evaluation: dict[str, Dataset]) -> list[dict]:
+def score_rows(ranks: dict, evaluation: dict[str, Dataset]) -> list[dict]:
     """Recall and mean reciprocal rank of each split, before and after training, beside chance."""
     rows = []
     for split, clips in evaluation.items():
+        before, after = ranks[split]
         for k in (1, 5, 10):
-            low, high = bootstrap_interval(after[split] < k)
+            low, high = bootstrap_interval(after < k)
             rows.append(
                 {
                     "Split": split,
                     "Text to video": f"R@{k}",
                     "Chance": min(1.0, k / len(clips)),
-                    "Before": recall(before[split], k),
-                    "After": recall(after[split], k),
+                    "Before": recall(before, k),
+                    "After": recall(after, k),
                     "95 % interval": f"{low:.3f} to {high:.3f}",
                 }
             )
-        low, high = bootstrap_interval(1 / (after[split] + 1))
+        low, high = bootstrap_interval(1 / (after + 1))
         rows.append(
             {
                 "Split": split,
                 "Text to video": "MRR",
                 "Chance": float(np.mean(1 / np.arange(1, len(clips) + 1))),
-                "Before": mean_reciprocal_rank(before[split]),
-                "After": mean_reciprocal_rank(after[split]),
+                "Before": mean_reciprocal_rank(before),
+                "After": mean_reciprocal_rank(after),
                 "95 % interval": f"{low:.3f} to {high:.3f}",
             }
         )

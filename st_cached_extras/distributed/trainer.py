@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,6 +27,7 @@ from transformers.integrations.deepspeed import deepspeed_load_checkpoint
 
 from st_cached_extras._compat import model_of_checkpoint, uncompiled
 from st_cached_extras.distributed.checkpoints import load_whole_weights, saving, whole_weights
+from st_cached_extras.distributed.evaluation import leaving_inference_mode
 from st_cached_extras.distributed.own_parameters import LossOptimizer, split_groups
 
 logger = logging.getLogger(__name__)
@@ -135,6 +137,10 @@ class ReplayTrainerMixin:
         for _, parameter in self._loss_parameters():  # the Trainer zeroes those of the model
             parameter.grad = None
 
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        with leaving_inference_mode(self.model) if self._shards else nullcontext():
+            return super().evaluation_loop(*args, **kwargs)
+
     # ------------------------------------------------------------------------------------ saving and loading
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -149,7 +155,8 @@ class ReplayTrainerMixin:
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if self._shards:
             # All ranks, because the model card is made with embeddings of the model. The others' files are not kept.
-            with saving(self.model, whole_weights(self.model_wrapped)), TemporaryDirectory() as elsewhere:
+            whole = whole_weights(self.model_wrapped)
+            with saving(self.model, whole), leaving_inference_mode(self.model), TemporaryDirectory() as elsewhere:
                 super()._save(output_dir if self.args.should_save else elsewhere)
         elif self.args.should_save:
             super()._save(output_dir)
