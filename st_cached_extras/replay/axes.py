@@ -32,16 +32,16 @@ class Layout:
     Attributes:
         count: number of rows B.
         axes: how each entry is cut.
-        lengths: tokens computed for every row, None if rows have no tokens.
+        lengths: tokens computed for every row, int64 [B] on the CPU; None if rows have no tokens.
         is_padded: whether a mini-batch is as wide as its longest row; otherwise it is as long as the sum of them.
-        patches: visual patches of every row, None if there are none or their number is not known.
+        patches: visual patches of every row, int64 [B]; None if there are none or their number is not known.
     """
 
     count: int
     axes: dict[str, Axis] = field(default_factory=dict)
-    lengths: list[int] | None = None
+    lengths: Tensor | None = None
     is_padded: bool = True
-    patches: list[int] | None = None
+    patches: Tensor | None = None
 
 
 class Setting:
@@ -62,7 +62,7 @@ class Rows:
     """One entry per row on the first axis."""
 
     def take(self, value: Tensor, rows: Tensor) -> Tensor:
-        return value.index_select(0, rows.to(value.device, non_blocking=True))
+        return value.index_select(0, to_device(rows, value.device))
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Tokens:
         # Rows without a single active token say nothing, and alone keep the whole width, as in ST.
         end = int(self.end[rows].max())
         begin, end = (int(self.first[rows].min()), end) if end else (0, self.width)
-        return value[:, begin:end].index_select(0, rows.to(value.device, non_blocking=True))
+        return value[:, begin:end].index_select(0, to_device(rows, value.device))
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Segments:
         if not len(indices):
             return None  # as in ST, the key vanishes from rows that have none
         if isinstance(value, Tensor):
-            return value.index_select(self.dim, indices.to(value.device, non_blocking=True))
+            return value.index_select(self.dim, to_device(indices, value.device))
         return [value[index] for index in indices.tolist()]
 
 
@@ -144,6 +144,13 @@ def to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     flat = torch.cat([tensor.detach().long().flatten() for tensor in tensors.values()]).cpu()
     parts = flat.split([tensor.numel() for tensor in tensors.values()])
     return {name: part.view(tensors[name].shape) for name, part in zip(tensors, parts, strict=True)}
+
+
+def to_device(indices: Tensor, device: torch.device) -> Tensor:
+    """Row indices on another device, without waiting for it: what is not pinned, the host may wait for."""
+    if device.type == "cuda" and indices.device.type == "cpu" and not indices.is_pinned():
+        indices = indices.pin_memory()
+    return indices.to(device, non_blocking=True)
 
 
 def described(value: Any) -> str:

@@ -97,4 +97,4 @@ def flattened_layout(features: Mapping[str, Any], settings: tuple[str, ...]) -> 
                 "whether it is over tokens or sequences cannot be told. Leave it out, or set unpad_inputs=False on "
                 "the model's Transformer module to pad instead."
             )
-    return Layout(len(lengths), axes, lengths.tolist(), is_padded=False)
+    return Layout(len(lengths), axes, lengths, is_padded=False)

@@ -6,7 +6,6 @@ the padding vanish. The plan is made once, before any forward; the features retu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,19 +20,19 @@ MOST_ROWS_WITHIN_BUDGET = 1024
 
 def plan_mini_batches(
     count: int,
-    lengths: Sequence[int] | None,
+    lengths: Tensor | None,
     *,
     mini_batch_size: int,
     mini_batch_num_tokens: int | None = None,
     sort_by_length: bool = True,
     is_padded: bool = True,
-    patches: Sequence[int] | None = None,
+    patches: Tensor | None = None,
 ) -> list[Tensor]:
     """Partition rows 0..count-1 into mini-batches.
 
     Args:
         count: number of rows.
-        lengths: tokens computed for every row, or None if the rows have none.
+        lengths: tokens computed for every row, int64 [count] on the CPU, or None if the rows have none.
         mini_batch_size: most rows in a mini-batch. With a token budget it is ignored, as in sentence-transformers.
         mini_batch_num_tokens: token budget of a mini-batch, counted as what is computed: rows x longest row on padded
             inputs, the sum of the rows on flattened ones, and the visual patches in either. At most
@@ -42,7 +41,7 @@ def plan_mini_batches(
             equal length keep their order. Without it, or without ``lengths``, rows stay in order. So do flattened
             ones: they have no padding to save, and in order their mini-batches are of like size.
         is_padded: whether a mini-batch is as wide as its longest row.
-        patches: visual patches of every row, which are computed beside its tokens.
+        patches: visual patches of every row, int64 [count], which are computed beside its tokens; None for none.
 
     Returns:
         int64 row indices, one tensor [n] per mini-batch; every row exactly once.
@@ -56,34 +55,33 @@ def plan_mini_batches(
             "(no attention mask over rows x tokens was found). Use mini_batch_size instead."
         )
     if lengths is not None and sort_by_length and is_padded:
-        order = torch.tensor(lengths).argsort(descending=True, stable=True)
+        order = lengths.argsort(descending=True, stable=True)
     else:
         order = torch.arange(count)
     if mini_batch_num_tokens is None or lengths is None:
         return list(order.split(mini_batch_size))
-    rows = order.tolist()
-    widths = [lengths[row] for row in rows] if is_padded else [0] * count
-    own = [0] * count if is_padded else [lengths[row] for row in rows]
+    in_order = lengths[order]
+    widths, own = (in_order, torch.zeros_like(in_order)) if is_padded else (torch.zeros_like(in_order), in_order)
     if patches is not None:
-        own = [tokens + patches[row] for tokens, row in zip(own, rows, strict=True)]
+        own = own + patches[order]
     return list(order.split(_sizes_within_budget(widths, own, mini_batch_num_tokens)))
 
 
 def plan_selected_first(
     count: int,
-    lengths: Sequence[int] | None,
+    lengths: Tensor | None,
     selected: Tensor | None,
     *,
-    patches: Sequence[int] | None = None,
+    patches: Tensor | None = None,
     **settings: Any,
 ) -> tuple[list[Tensor], int]:
     """Mini-batches that are wholly of selected rows or wholly of others.
 
     Args:
         count: number of rows.
-        lengths: tokens computed for every row, or None.
+        lengths: tokens computed for every row, int64 [count], or None.
         selected: int64 [b] ascending rows, or None for all.
-        patches: visual patches of every row, or None.
+        patches: visual patches of every row, int64 [count], or None.
         settings: of :func:`plan_mini_batches`.
 
     Returns:
@@ -95,23 +93,23 @@ def plan_selected_first(
     is_selected = torch.zeros(count, dtype=torch.bool).index_fill_(0, selected, True)
     plans = []
     for group in (selected, (~is_selected).nonzero().flatten()):
-        rows = group.tolist()
         of_group = {
-            name: None if values is None else [values[row] for row in rows]
+            name: None if values is None else values[group]
             for name, values in (("lengths", lengths), ("patches", patches))
         }
-        plans.append([group[mini_batch] for mini_batch in plan_mini_batches(len(rows), **of_group, **settings)])
+        plans.append([group[mini_batch] for mini_batch in plan_mini_batches(len(group), **of_group, **settings)])
     return plans[0] + plans[1], len(plans[0])
 
 
-def _sizes_within_budget(widths: Sequence[int], own: Sequence[int], budget: int) -> list[int]:
+def _sizes_within_budget(widths: Tensor, own: Tensor, budget: int) -> list[int]:
     """Greedy runs of consecutive rows with (rows x widest + sum of own) <= budget, and at least one row each."""
+    before = torch.nn.functional.pad(own.cumsum(0), (1, 0))  # [rows + 1]
     sizes: list[int] = []
-    size, widest, total = 0, 0, 0
-    for width, cost in zip(widths, own, strict=True):
-        widest, total = max(widest, width), total + cost
-        if size and ((size + 1) * widest + total > budget or size == MOST_ROWS_WITHIN_BUDGET):
-            sizes.append(size)
-            size, widest, total = 0, width, cost
-        size += 1
-    return [*sizes, size] if size else sizes
+    begin = 0
+    while begin < len(widths):
+        end = min(begin + MOST_ROWS_WITHIN_BUDGET, len(widths))
+        widest = widths[begin:end].cummax(0).values
+        cost = torch.arange(1, end - begin + 1) * widest + before[begin + 1 : end + 1] - before[begin]  # never falls
+        sizes.append(max(1, int((cost <= budget).sum())))
+        begin += sizes[-1]
+    return sizes

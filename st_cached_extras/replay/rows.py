@@ -58,10 +58,10 @@ class FeatureRows:
     Attributes:
         count: number of rows B.
         lengths: tokens that are computed for every row (its last active position + 1, unless leading padding is
-            trimmed), visual ones included; None if rows have no tokens.
+            trimmed), visual ones included, int64 [B] on the CPU; None if rows have no tokens.
         is_padded: whether mini-batches are as wide as their longest row; flattened ones are as long as their sum.
-        patches: patches of every row that a vision tower with a grid computes, before they are merged into tokens;
-            None if there are none.
+        patches: patches of every row that a vision tower with a grid computes, before they are merged into tokens,
+            int64 [B]; None if there are none.
 
     Raises:
         LayoutError: an entry whose rows cannot be told for sure.
@@ -82,9 +82,9 @@ class FeatureRows:
             layout = _padded_layout(self._features, trim_left_padding, media_tokens or {})
         self._axes = layout.axes
         self.count: int = layout.count
-        self.lengths: list[int] | None = layout.lengths
+        self.lengths: Tensor | None = layout.lengths
         self.is_padded: bool = layout.is_padded
-        self.patches: list[int] | None = layout.patches
+        self.patches: Tensor | None = layout.patches
 
     def take(self, rows: Tensor) -> dict[str, Any]:
         """The features of one mini-batch, padding trimmed.
@@ -140,20 +140,20 @@ def _padded_layout(features: Mapping[str, Any], trim_left_padding: bool, media_t
         media_axes, patches = one.axes(items, host)
         axes.update(media_axes)
         if patches is not None:
-            layout.patches = (patches + torch.tensor(layout.patches or 0)).tolist()
+            layout.patches = patches if layout.patches is None else layout.patches + patches
     _check_others(others, layout.count, one_item_a_row)
     axes.update(dict.fromkeys(others, Rows()))
 
     # An unknown entry that may be over tokens forbids to trim: left whole, all stay in step.
     may_trim = not any(value.ndim >= 2 and value.shape[1] == width for value in others.values())
     token_axis: Axis = Rows()
-    layout.lengths = [width] * layout.count
+    layout.lengths = torch.full((layout.count,), width)
     if mask is not None and may_trim:
         end = host["end"]
         first = host["first"] if trim_left_padding else torch.zeros_like(end)
         token_axis = Tokens(first, end, width)
         # Rows without an active token may be computed at the whole width.
-        layout.lengths = torch.where(end == 0, width, end - first).tolist()
+        layout.lengths = torch.where(end == 0, width, end - first)
     for key in named:
         _check_named(key, entries[key], layout.count, width)
         axes[key] = token_axis if key in _TOKEN_KEYS else Rows()
@@ -173,7 +173,7 @@ def _layout_without_tokens(layout: Layout, entries: Mapping[str, Any]) -> Layout
         layout.axes[key] = Rows()
     mask = entries.get("attention_mask")
     if mask is not None and mask.ndim == 2:  # e.g. over the samples of a sound
-        layout.lengths = [mask.shape[1]] * layout.count
+        layout.lengths = torch.full((layout.count,), mask.shape[1])
     return layout
 
 

@@ -271,7 +271,7 @@ def test_lengths_of_vision_language_inputs_count_visual_tokens_and_patches_come_
     _, (texts, mixed) = made("Qwen2-VL, images and clips")
     assert FeatureRows(texts).patches is None
     rows = FeatureRows(mixed)
-    assert rows.lengths == mixed["attention_mask"].sum(dim=1).tolist()
+    assert rows.lengths.tolist() == mixed["attention_mask"].sum(dim=1).tolist()
     counts = {"image": mixed["num_images_per_sample"].tolist(), "video": mixed["num_videos_per_sample"].tolist()}
     expected = [0] * ROWS
     for kind, of_rows in counts.items():
@@ -279,13 +279,13 @@ def test_lengths_of_vision_language_inputs_count_visual_tokens_and_patches_come_
         expected = [
             sum((next(grids) for _ in range(count)), own) for own, count in zip(expected, of_rows, strict=True)
         ]
-    assert rows.patches == expected and 0 in expected
+    assert rows.patches.tolist() == expected and 0 in expected
     assert sum(expected) == len(mixed["pixel_values"]) + len(mixed["pixel_values_videos"])
 
 
 def test_lengths_of_flattened_inputs_are_their_tokens():
     rows = FeatureRows(flattened(TEXTS))
-    assert rows.lengths == [len(text.split()) for text in TEXTS] and not rows.is_padded
+    assert rows.lengths.tolist() == [len(text.split()) for text in TEXTS] and not rows.is_padded
 
 
 def test_images_and_clips_alone_have_no_lengths():
@@ -301,12 +301,12 @@ def test_leading_padding_is_trimmed_on_request_and_rotary_embeddings_stay():
     expected = embed(model, features)
     trimmed, kept = FeatureRows(features, trim_left_padding=True), FeatureRows(features)
     width = features["input_ids"].shape[1]
-    assert kept.lengths == [width] * ROWS
-    assert trimmed.lengths == features["attention_mask"].sum(dim=1).tolist()
-    for rows in torch.tensor(trimmed.lengths).argsort().split(3):
+    assert kept.lengths.tolist() == [width] * ROWS
+    assert trimmed.lengths.tolist() == features["attention_mask"].sum(dim=1).tolist()
+    for rows in trimmed.lengths.argsort().split(3):
         assert kept.take(rows)["input_ids"].shape == (len(rows), width)
         taken = trimmed.take(rows)
-        assert taken["input_ids"].shape[1] == max(trimmed.lengths[row] for row in rows)
+        assert taken["input_ids"].shape[1] == trimmed.lengths[rows].max()
         found = embed(model, taken)
         assert (found - expected[rows]).norm() <= 1e-5 * expected.norm()
 
@@ -322,7 +322,7 @@ def test_leading_padding_of_vision_language_inputs_is_trimmed_too():
     model, (_, features) = made("Qwen2-VL, left padding")
     expected = embed(model, features)
     rows = FeatureRows(features, trim_left_padding=True)
-    for taken in torch.tensor(rows.lengths).argsort().split(2):
+    for taken in rows.lengths.argsort().split(2):
         found = embed(model, rows.take(taken))
         assert (found - expected[taken]).norm() <= 1e-5 * expected.norm()
 
