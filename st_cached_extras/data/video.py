@@ -16,6 +16,9 @@ from typing import Any, TypeVar
 
 import datasets
 import numpy as np
+from torch.nn.functional import interpolate
+
+from st_cached_extras.data.errors import BrokenClipError
 
 INSTALL_HINT = 'Install it with: pip install "st-cached-extras[video]"'
 
@@ -23,7 +26,12 @@ AnyDataset = TypeVar("AnyDataset", datasets.Dataset, datasets.IterableDataset, d
 
 
 def read_video(
-    source: bytes | str | os.PathLike, num_frames: int | None = None, *, name: str | None = None
+    source: bytes | str | os.PathLike,
+    num_frames: int | None = None,
+    *,
+    fps: float | None = None,
+    size: int | None = None,
+    name: str | None = None,
 ) -> np.ndarray:
     """Decodes a clip to RGB frames, with torchcodec where it is installed, else with PyAV.
 
@@ -31,6 +39,9 @@ def read_video(
         source: The bytes of a video file, or the path of one.
         num_frames: How many frames to keep, at the middles of as many equal stretches of the clip. A shorter clip
             repeats frames, so that every clip has the same length. None keeps every frame.
+        fps: Frames to keep per second, at least two in all. With `num_frames`, that is the most: a clip too long for
+            it is sampled more sparsely, over its whole length.
+        size: Pixels to which the shorter side of larger frames is scaled down. None: as they are.
         name: What error messages call the clip. None: its path, or the length and hash of its bytes.
 
     Returns:
@@ -38,12 +49,53 @@ def read_video(
 
     Raises:
         FileNotFoundError: `source` is a path at which there is no file.
-        ValueError: The bytes are not a video that can be decoded; names the clip and the cause.
+        ValueError: An argument is out of its range, or the bytes are not a video that can be decoded
+            (`BrokenClipError`, which names the clip and the cause).
         ImportError: Neither torchcodec nor PyAV is installed.
     """
+    return read_clip(source, Sampling(num_frames, fps, size), name=name)[0]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Which frames of a clip are kept, and how large: see `read_video`."""
+
+    num_frames: int | None = None
+    fps: float | None = None
+    size: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_frames", "size"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1 or None, got {getattr(self, name)}.")
+        if self.fps is not None and not self.fps > 0:
+            raise ValueError(f"fps must be above 0 or None, got {self.fps}.")
+
+    def indices(self, total: int, rate: float | None) -> np.ndarray:
+        """Which of `total` frames at `rate` a second to keep, int of shape [frames]."""
+        if self.fps is None:
+            return sample_indices(total, self.num_frames)
+        if rate is None:
+            raise ValueError("it does not say how many frames a second it has, so fps cannot be kept: use num_frames")
+        wanted = max(2, round(total / rate * self.fps))
+        return sample_indices(total, min(wanted, self.num_frames or wanted))
+
+    def shape(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width of the frames that are kept."""
+        factor = min(1.0, (self.size or height) / min(height, width))
+        return max(1, round(height * factor)), max(1, round(width * factor))
+
+
+def read_clip(
+    source: bytes | str | os.PathLike, sampling: Sampling, *, name: str | None = None
+) -> tuple[np.ndarray, dict[str, Any]]:
+    """Frames of a clip as from `read_video`, and what vision-language models ask of them.
+
+    Returns:
+        Frames, uint8 of shape [frames, height, width, 3], and of the whole clip "fps" (None where it does not say),
+        "total_num_frames", "duration" in seconds, and "frames_indices", which of its frames these are.
+    """
     name = name or _describe(source)
-    if num_frames is not None and num_frames < 1:
-        raise ValueError(f"num_frames must be at least 1 or None, got {num_frames}.")
     if isinstance(source, bytes | bytearray | memoryview):
         source = bytes(source)
     elif not os.path.isfile(source):
@@ -52,12 +104,19 @@ def read_video(
         source = os.fspath(source)
     decode = _decoder()
     try:
-        frames = decode(source, num_frames)
+        decoded = decode(source, sampling)
     except Exception as error:  # PyAV and torchcodec raise many types, all of which mean the same to a user
-        raise ValueError(f"Cannot decode the video {name}: {type(error).__name__}: {error}") from error
-    if frames is None:
-        raise ValueError(f"Cannot decode the video {name}: it has no video stream, or no frame in it.")
-    return frames
+        raise BrokenClipError(f"Cannot decode the video {name}: {type(error).__name__}: {error}") from error
+    if decoded is None:
+        raise BrokenClipError(f"Cannot decode the video {name}: it has no video stream, or no frame in it.")
+    frames, indices, total, rate = decoded
+    metadata = {
+        "fps": rate,
+        "total_num_frames": total,
+        "duration": rate and total / rate,
+        "frames_indices": indices.tolist(),
+    }
+    return frames, metadata
 
 
 def write_mp4(frames: np.ndarray, fps: float = 8) -> bytes:
@@ -101,22 +160,32 @@ class VideoFrames(datasets.Video):
 
     Args:
         num_frames: As in `read_video`.
+        fps: As in `read_video`.
+        size: As in `read_video`.
+        with_metadata: Whether a clip decodes to the mapping that sentence-transformers takes for one that knows its
+            time: "array", the frames, and "video_metadata", as from `read_clip`.
     """
 
     num_frames: int | None = None
+    fps: float | None = None
+    size: int | None = None
+    with_metadata: bool = False
 
-    def decode_example(self, value: Any, token_per_repo_id: dict[str, str | bool | None] | None = None) -> np.ndarray:
+    def decode_example(
+        self, value: Any, token_per_repo_id: dict[str, str | bool | None] | None = None
+    ) -> np.ndarray | dict[str, Any]:
         """Frames of one stored clip, uint8 of shape [frames, height, width, 3]."""
         if isinstance(value, np.ndarray):
             return value  # already decoded
         path, data = (value, None) if isinstance(value, str) else (value.get("path"), value.get("bytes"))
         if data is None and path is None:
-            raise ValueError("A video has neither bytes nor a path: the row is empty.")
+            raise BrokenClipError("A video has neither bytes nor a path: the row is empty.")
         if data is None and _is_remote(path):
             data = _download(path, token_per_repo_id)
-        if data is None:
-            return read_video(path, self.num_frames)
-        return read_video(data, self.num_frames, name=path and f"{path!r} ({len(data)} bytes)")
+        name = None if data is None else path and f"{path!r} ({len(data)} bytes)"
+        sampling = Sampling(self.num_frames, self.fps, self.size)
+        frames, metadata = read_clip(path if data is None else data, sampling, name=name)
+        return {"array": frames, "video_metadata": metadata} if self.with_metadata else frames
 
     def encode_example(self, value: Any) -> dict[str, Any]:
         """What is stored for a clip; an array of frames becomes an mp4, with its loss of detail."""
@@ -127,7 +196,15 @@ class VideoFrames(datasets.Video):
         )
 
 
-def decode_videos(dataset: AnyDataset, column: str = "video", num_frames: int | None = None) -> AnyDataset:
+def decode_videos(
+    dataset: AnyDataset,
+    column: str = "video",
+    num_frames: int | None = None,
+    *,
+    fps: float | None = None,
+    size: int | None = None,
+    with_metadata: bool = False,
+) -> AnyDataset:
     """Makes a column of clips decode to arrays of frames on access, so that sentence-transformers can take it.
 
     No clip is read or copied here. See `VideoFrames` for what the decoding survives.
@@ -138,21 +215,25 @@ def decode_videos(dataset: AnyDataset, column: str = "video", num_frames: int | 
             working directory.
         column: The column's name.
         num_frames: How many frames of each clip to keep, evenly spaced; None keeps all.
+        fps: Frames to keep per second; with `num_frames`, that is the most.
+        size: Pixels to which the shorter side of larger frames is scaled down.
+        with_metadata: Decode to a mapping of "array" and "video_metadata", for models that ask when a frame was.
     """
     if isinstance(dataset, dict):
-        return type(dataset)({split: decode_videos(rows, column, num_frames) for split, rows in dataset.items()})
+        options = {"fps": fps, "size": size, "with_metadata": with_metadata}
+        return type(dataset)({k: decode_videos(rows, column, num_frames, **options) for k, rows in dataset.items()})
     if dataset.features is None or column not in dataset.features:
         found = "unknown (a stream without features)" if dataset.features is None else list(dataset.features)
         raise ValueError(f"There is no column {column!r} to decode as video. The columns are: {found}.")
     feature = dataset.features[column]
-    if not _holds_clips(feature):
+    if not holds_clips(feature):
         raise TypeError(
             f"Column {column!r} does not hold video clips but {feature}. Expected a datasets.Video feature, "
             "bytes, paths (strings), or a mapping with 'bytes' and 'path'."
         )
-    if num_frames is not None and num_frames < 1:
-        raise ValueError(f"num_frames must be at least 1 or None, got {num_frames}.")
-    return dataset.cast_column(column, VideoFrames(num_frames=num_frames))
+    Sampling(num_frames, fps, size)  # checks them
+    frames = VideoFrames(num_frames=num_frames, fps=fps, size=size, with_metadata=with_metadata)
+    return dataset.cast_column(column, frames)
 
 
 def sample_indices(total: int, num_frames: int | None) -> np.ndarray:
@@ -162,7 +243,8 @@ def sample_indices(total: int, num_frames: int | None) -> np.ndarray:
     return ((np.arange(num_frames) + 0.5) * total / num_frames).astype(np.int64)
 
 
-def _holds_clips(feature: Any) -> bool:
+def holds_clips(feature: Any) -> bool:
+    """Whether a column of this feature may hold videos: as such, as bytes, as paths, or as a mapping of both."""
     if isinstance(feature, datasets.Video):
         return True
     if isinstance(feature, dict):
@@ -199,36 +281,40 @@ def _decoder() -> Any:
     return _decode_torchcodec
 
 
-def _decode_av(source: bytes | str, num_frames: int | None) -> np.ndarray | None:
-    """Frames [frames, height, width, 3], or None where there are none."""
-    total = None if num_frames is None else _count_packets(source)
+def _decode_av(source: bytes | str, sampling: Sampling) -> tuple[np.ndarray, np.ndarray, int, float | None] | None:
+    """Frames [frames, height, width, 3], which they are, of how many, at how many a second; None if there are none."""
+    total, rate = _count_packets(source)
     while True:
         # Frames that are not kept are decoded but never converted: a long clip needs no more memory than a short one.
-        wanted = None if total is None else np.bincount(sample_indices(total, num_frames), minlength=total)
+        indices = sampling.indices(total, rate)
+        wanted = np.bincount(indices, minlength=total)
         frames: list[np.ndarray] = []
-        convert = _converter("rgb24")
+        convert = _converter("rgb24", sampling)
         decoded = 0
         for frame in _iterate_frames(source):
-            repeats = 1 if wanted is None else int(wanted[decoded]) if decoded < len(wanted) else 0
+            repeats = int(wanted[decoded]) if decoded < len(wanted) else 0
             if repeats:
                 frames.extend([convert(frame).to_ndarray()] * repeats)
             decoded += 1
         if decoded == 0:
             return None
-        if total is None or decoded == total:
-            return np.stack(frames)
+        if decoded == total:
+            return np.stack(frames), indices, total, rate
         total = decoded  # packets are not always frames: once more, with the true count
 
 
-def _converter(pixel_format: str) -> Callable[[Any], Any]:
+def _converter(pixel_format: str, sampling: Sampling | None = None) -> Callable[[Any], Any]:
     """Converts the frames of one clip; one converter for all of them is three times faster than one for each."""
     reformat = _import_av().video.reformatter.VideoReformatter().reformat
 
     def convert(frame: Any) -> Any:
+        options = {"format": pixel_format}
+        if sampling is not None and sampling.size is not None:
+            options["height"], options["width"] = sampling.shape(frame.height, frame.width)
         try:
-            return reformat(frame, format=pixel_format, threads=1)
+            return reformat(frame, **options, threads=1)
         except TypeError:  # PyAV before threads were an option: there was one
-            return reformat(frame, format=pixel_format)
+            return reformat(frame, **options)
 
     return convert
 
@@ -243,21 +329,33 @@ def _iterate_frames(source: bytes | str) -> Any:
             yield from container.decode(stream)
 
 
-def _count_packets(source: bytes | str) -> int:
+def _count_packets(source: bytes | str) -> tuple[int, float | None]:
+    """About how many frames a clip has, and how many a second."""
     av = _import_av()
     with av.open(io.BytesIO(source) if isinstance(source, bytes) else source) as container:
         if not container.streams.video:
-            return 1
-        return max(1, sum(packet.size > 0 for packet in container.demux(container.streams.video[0])))
+            return 1, None
+        stream = container.streams.video[0]
+        rate = stream.average_rate or stream.guessed_rate
+        packets = sum(packet.size > 0 for packet in container.demux(stream))
+        return max(1, packets), float(rate) if rate else None
 
 
-def _decode_torchcodec(source: bytes | str, num_frames: int | None) -> np.ndarray | None:
+def _decode_torchcodec(
+    source: bytes | str, sampling: Sampling
+) -> tuple[np.ndarray, np.ndarray, int, float | None] | None:
     from torchcodec.decoders import VideoDecoder
 
     decoder = VideoDecoder(source, dimension_order="NHWC")
     if len(decoder) == 0:
         return None
-    return decoder.get_frames_at(indices=sample_indices(len(decoder), num_frames).tolist()).data.numpy()
+    rate = decoder.metadata.average_fps
+    indices = sampling.indices(len(decoder), rate)
+    frames = decoder.get_frames_at(indices=indices.tolist()).data  # [frames, height, width, 3]
+    if (shape := sampling.shape(*frames.shape[1:3])) != tuple(frames.shape[1:3]):
+        scaled = interpolate(frames.permute(0, 3, 1, 2), shape, mode="bilinear", antialias=True)
+        frames = scaled.permute(0, 2, 3, 1)
+    return frames.numpy(), indices, len(decoder), rate
 
 
 def _is_remote(path: str) -> bool:
