@@ -1,0 +1,125 @@
+"""The model that a recipe trains: loaded, checked for what it takes, and given adapters where they are asked for."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.modules import Router, Transformer
+from transformers import ProcessorMixin
+
+from st_cached_extras.recipes.arguments import LoraArguments
+from st_cached_extras.recipes.errors import UsageError
+from st_cached_extras.recipes.run import one_line
+from st_cached_extras.zbp.ladder import keep_layers as first_layers
+from st_cached_extras.zbp.ladder import list_of_layers
+
+
+def load_model(name: str, takes: str = "text", **options: Any) -> SentenceTransformer:
+    """A model by its id on the Hub or its folder.
+
+    Args:
+        name: the id or folder.
+        takes: the modality that it must take beside text: "text", "image" or "video".
+        options: of :class:`SentenceTransformer`.
+
+    Raises:
+        UsageError: it cannot be loaded, or does not take what it must.
+    """
+    try:
+        model = SentenceTransformer(name, **options)
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, AttributeError, TypeError) as error:
+        # Each is raised by some part of transformers for a folder or a configuration that it cannot make a model of.
+        raise UsageError(f"--model {name!r} cannot be loaded: {type(error).__name__}: {one_line(error)}") from error
+    missing = [modality for modality in dict.fromkeys(["text", takes]) if modality not in model.modalities]
+    if missing:
+        kinds = {getattr(part.config, "model_type", "") for part in transformers_of(model)}
+        hint = ""
+        if takes == "video" and "image" in model.modalities and kinds & {"videomae", "vivit", "timesformer"}:
+            # The image processor's inputs look like those of an image model, and ST believes them.
+            hint = (
+                " Its folder has a processor of images: save one of videos in its place, such as "
+                "VideoMAEVideoProcessor.from_pretrained(folder).save_pretrained(folder)."
+            )
+        raise UsageError(
+            f"--model {name!r} does not take {' and '.join(missing)}, but {', '.join(map(str, model.modalities))}."
+            f"{hint}"
+        )
+    return model
+
+
+def transformers_of(model: SentenceTransformer) -> Iterator[Transformer]:
+    """The transformers of a model: one, or one for each tower of a Router."""
+    return (module for module in model.modules() if isinstance(module, Transformer))
+
+
+def knows_time(model: SentenceTransformer) -> bool:
+    """Whether the model is told when each frame was, as vision-language models are."""
+    return any(
+        isinstance(part.processor, ProcessorMixin) and hasattr(part.processor, "video_processor")
+        for part in transformers_of(model)
+    )
+
+
+def keep_frames(model: SentenceTransformer) -> None:
+    """Let the model's processors take the frames of a clip as they come.
+
+    Some draw frames by themselves (Qwen3-VL: two a second): from clips of which frames were drawn already that is
+    once too often, and by indices that are not there.
+    """
+    for part in transformers_of(model):
+        if getattr(getattr(part.processor, "video_processor", None), "do_sample_frames", False):
+            video = {**part.processing_kwargs.get("video", {}), "do_sample_frames": False}
+            part.processing_kwargs = {**part.processing_kwargs, "video": video}
+
+
+def router_mapping(model: SentenceTransformer, query: str, answer: str) -> dict[str, str]:
+    """Which column goes which way, for a model with a Router, which the Trainer will not guess."""
+    return {query: "query", answer: "document"} if isinstance(model[0], Router) else {}
+
+
+def keep_layers(model: SentenceTransformer, count: int) -> None:
+    """Cut an encoder down to its first layers.
+
+    Raises:
+        UsageError: it has fewer, or no one list of layers is found in it.
+    """
+    try:
+        _, layers = list_of_layers(model)
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"--num_layers {count}: {one_line(error)}") from error
+    if not 1 <= count <= len(layers):
+        raise UsageError(f"--num_layers must be 1 to {len(layers)}, the layers of the model, got {count}.")
+    first_layers(model, count)
+
+
+def add_lora(model: SentenceTransformer, arguments: LoraArguments) -> None:
+    """Freeze the model and give each of its transformers low-rank adapters, where a rank is asked for.
+
+    What is saved are the adapters: whoever loads the model needs the base model, too.
+
+    Raises:
+        UsageError: PEFT is not installed, or the layers named are not there.
+    """
+    if arguments.lora_rank is None:
+        return
+    try:
+        from peft import LoraConfig, TaskType
+    except ImportError as error:
+        raise UsageError("--lora_rank needs PEFT: pip install peft") from error
+    try:
+        config = LoraConfig(
+            task_type=TaskType.FEATURE_EXTRACTION,
+            r=arguments.lora_rank,
+            lora_alpha=arguments.lora_alpha or 2 * arguments.lora_rank,
+            lora_dropout=arguments.lora_dropout,
+            target_modules=arguments.lora_modules or "all-linear",
+        )
+        for part in transformers_of(model):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                part.auto_model.add_adapter(config)
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"--lora_rank {arguments.lora_rank}: {one_line(error)}") from error
