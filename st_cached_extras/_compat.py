@@ -11,7 +11,6 @@ from typing import Any
 
 import sentence_transformers
 import torch.distributed as dist
-from datasets import Dataset
 from sentence_transformers.base.model import BaseModel
 from sentence_transformers.base.modules import Module
 from sentence_transformers.util import fullname
@@ -29,7 +28,6 @@ except ImportError as error:
     ) from error
 
 __all__ = [
-    "dataset_fingerprint",
     "deepspeed_between_boundaries",
     "deepspeed_reduce",
     "deepspeed_without_reduction",
@@ -50,11 +48,6 @@ def uncompiled(model: nn.Module) -> Any:
 def is_compiled(model: nn.Module) -> bool:
     """Whether the model or a part of it goes through ``torch.compile``."""
     return any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in model.modules())
-
-
-def dataset_fingerprint(dataset: Dataset) -> str:
-    """A hash of a dataset's content and of what was done to it."""
-    return dataset._fingerprint
 
 
 def source_of(config: PretrainedConfig) -> str:

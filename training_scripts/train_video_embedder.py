@@ -124,7 +124,7 @@ def main() -> None:
     # Figure
     shown = evaluators["novel" if "novel" in evaluators else next(iter(evaluators))]
     if trainer.is_world_process_zero():
-        sizes = {name: len(clips) for name, clips in evaluation.items()}
+        sizes = {name: np.minimum(np.arange(1, 21) / len(clips), 1) for name, clips in evaluation.items()}
         ranks = {name: (evaluator.ranks_before, evaluator.ranks) for name, evaluator in evaluators.items()}
         captions_are = "caption, never trained on" if shown.name == "novel" else "caption"
         rows = shown.retrieved(captions=8, clips=3)

@@ -1,9 +1,11 @@
 """Cards: what a trained model says of itself, in words, numbers and pictures."""
 
 from st_cached_extras.cards.figures import Retrieved, retrieval_figure
+from st_cached_extras.cards.fingerprint import describe_dataset
 from st_cached_extras.cards.generator_card import save_generator_card
 from st_cached_extras.cards.generator_figures import contact_sheet_figure, generator_curves_figure
-from st_cached_extras.cards.model_card import ReplayModelCardData, command_line, describe_dataset, markdown_table
+from st_cached_extras.cards.model_card import ReplayModelCardData, command_line, markdown_table
+from st_cached_extras.cards.training_facts import training_facts
 
 __all__ = [
     "ReplayModelCardData",
@@ -15,4 +17,5 @@ __all__ = [
     "markdown_table",
     "retrieval_figure",
     "save_generator_card",
+    "training_facts",
 ]

@@ -5,11 +5,12 @@ Drawn with matplotlib's own objects, never pyplot: no global state, no display, 
 
 from __future__ import annotations
 
+import itertools
 import os
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -22,10 +23,14 @@ STRIP_FRAMES = 4
 
 
 class Retrieved(NamedTuple):
-    """What one caption brought up: its best clips, each [frames, height, width, 3] in uint8, and which are right."""
+    """What one caption brought up: its best clips or images, and which are right.
+
+    A clip is [frames, height, width, 3] in uint8, or a mapping with that as "array"; an image is [height, width, 3],
+    or a PIL image.
+    """
 
     caption: str
-    clips: Sequence[np.ndarray]
+    clips: Sequence[Any]
     right: Sequence[bool]
 
 
@@ -33,32 +38,36 @@ def retrieval_figure(
     path: str | os.PathLike,
     retrieved: Sequence[Retrieved],
     ranks: Mapping[str, tuple[np.ndarray, np.ndarray]],
-    num_clips: Mapping[str, int],
+    chance: Mapping[str, np.ndarray],
     *,
     captions_are: str = "caption",
-    max_k: int = 20,
+    answers_are: str = "clip",
 ) -> Path:
     """Draws the best clips of some captions beside the recall curves, and saves the picture as a PNG.
 
     Args:
         path: Where the picture goes. It appears whole or not at all.
-        retrieved: The captions to show, a row each, with their best clips from left to right. A clip is shown as a
-            strip of frames in time order, framed in green where it is right.
-        ranks: Per split, the rank of the right clip for every caption before and after training, each int of
-            shape [captions], where 0 is the best.
-        num_clips: Per split, how many clips the right one was found among; gives the level of chance.
+        retrieved: The captions to show, a row each, with their best clips or images from left to right. A clip is
+            shown as a strip of frames in time order, framed in green where it is right. None: only the curves.
+        ranks: Per split, the rank of the right answer for every query before and after training, each int of
+            shape [queries], where 0 is the best.
+        chance: Per split, the recall at 1, 2, ... of answers in random order, each of shape [max_k]; the curves go as
+            far.
         captions_are: Heading of the captions, such as "caption, never trained on".
-        max_k: Up to which k the curves go.
+        answers_are: What is found.
 
     Returns:
         The path of the picture.
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(14, 0.4 + 0.78 * max(len(retrieved), 5)), dpi=100, facecolor="white")
-    gallery, curves = figure.subfigures(1, 2, width_ratios=(2.35, 1))
-    _draw_gallery(gallery, retrieved, captions_are)
-    _draw_curves(curves, ranks, num_clips, max_k)
+    if retrieved:
+        figure = Figure(figsize=(14, 0.4 + 0.78 * max(len(retrieved), 5)), dpi=100, facecolor="white")
+        gallery, curves = figure.subfigures(1, 2, width_ratios=(2.35, 1))
+        _draw_gallery(gallery, retrieved, captions_are, answers_are)
+    else:
+        figure = curves = Figure(figsize=(8, 5), dpi=100, facecolor="white")
+    _draw_curves(curves, ranks, chance, answers_are)
 
     return save_png(figure, path)
 
@@ -76,7 +85,9 @@ def save_png(figure: Figure, path: str | os.PathLike) -> Path:
     return path
 
 
-def _draw_gallery(figure: SubFigure | Figure, retrieved: Sequence[Retrieved], captions_are: str) -> None:
+def _draw_gallery(
+    figure: SubFigure | Figure, retrieved: Sequence[Retrieved], captions_are: str, answers_are: str
+) -> None:
     columns = max((len(row.clips) for row in retrieved), default=1)
     axes = figure.subplots(
         len(retrieved),
@@ -99,12 +110,12 @@ def _draw_gallery(figure: SubFigure | Figure, retrieved: Sequence[Retrieved], ca
         )
         for axis, clip, is_right in zip(axes[row], clips, right, strict=False):
             axis.axis("on")
-            axis.imshow(strip(clip), interpolation="nearest")
+            axis.imshow(_picture(clip), interpolation="nearest")
             axis.set(xticks=[], yticks=[])
             for spine in axis.spines.values():
                 spine.set(color=RIGHT if is_right else WRONG, linewidth=4 if is_right else 2)
     for column in range(columns):
-        title = ("best clip", "second", "third")[column] if column < 3 else f"number {column + 1}"
+        title = (f"best {answers_are}", "second", "third")[column] if column < 3 else f"number {column + 1}"
         axes[0, column].set_title(title, fontsize=11, color=INK, pad=8)
     heading = {"xy": (-0.035, 1), "xycoords": "axes fraction", "xytext": (0, 8), "textcoords": "offset points"}
     axes[0, 0].annotate(captions_are, **heading, ha="right", va="baseline", fontsize=11, color=INK)
@@ -113,26 +124,36 @@ def _draw_gallery(figure: SubFigure | Figure, retrieved: Sequence[Retrieved], ca
 def _draw_curves(
     figure: SubFigure | Figure,
     ranks: Mapping[str, tuple[np.ndarray, np.ndarray]],
-    num_clips: Mapping[str, int],
-    max_k: int,
+    chance: Mapping[str, np.ndarray],
+    answers_are: str,
 ) -> None:
     axis = figure.subplots(gridspec_kw={"left": 0.12, "right": 0.965, "top": 0.915, "bottom": 0.115})
-    k = np.arange(1, max_k + 1)
-    for colour, (split, (before, after)) in zip(COLOURS, ranks.items(), strict=False):
+    max_k = max(map(len, chance.values()))
+    for colour, (split, (before, after)) in zip(itertools.cycle(COLOURS), ranks.items(), strict=False):
+        k = np.arange(1, len(chance[split]) + 1)
         axis.plot(k, _recall(after, k), color=colour, linewidth=2.4, label=f"{split}, after")
         axis.plot(k, _recall(before, k), color=colour, linewidth=1.4, alpha=0.55, label=f"{split}, before")
-    for size in sorted(set(num_clips.values())):
-        axis.plot(k, np.minimum(k / size, 1), "--", color=FAINT, linewidth=1.4, label=f"chance among {size}")
+    # One line for all splits whose chances are the same.
+    by_chance = {tuple(np.round(curve, 9)): split for split, curve in reversed(chance.items())}
+    for curve, split in by_chance.items():
+        label = "chance" if len(by_chance) == 1 else f"{split}, chance"
+        axis.plot(np.arange(1, len(curve) + 1), curve, "--", color=FAINT, linewidth=1.4, label=label)
     axis.set(xlim=(1, max_k), ylim=(0, 1.02), xlabel="k", xticks=[1, *range(5, max_k + 1, 5)])
-    axis.set_title("how often the right clip is among the k best", fontsize=11, color=INK, pad=8)
+    axis.set_title(f"how often the right {answers_are} is among the k best", fontsize=11, color=INK, pad=8)
     axis.grid(color="#e6e6e6")
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(loc="center right", fontsize=9.5, frameon=True, facecolor="white", edgecolor="none", framealpha=0.9)
+    axis.legend(loc="best", fontsize=9.5, frameon=True, facecolor="white", edgecolor="none", framealpha=0.9)
 
 
 def _recall(ranks: np.ndarray, k: np.ndarray) -> np.ndarray:
     return (np.asarray(ranks)[:, None] < k).mean(axis=0)  # [max_k]
+
+
+def _picture(value: Any) -> np.ndarray:
+    """A clip or an image as one picture, [height, width, 3]."""
+    pixels = np.asarray(value["array"] if isinstance(value, Mapping) else value)
+    return strip(pixels) if pixels.ndim == 4 else pixels
 
 
 def strip(clip: np.ndarray) -> np.ndarray:

@@ -1,7 +1,8 @@
 """The model card: sentence-transformers' card data with a template of ours that says how a run can be repeated.
 
 The Trainer fills in what it knows (data, loss, hyperparameters, logs); a script adds what it alone knows (scores
-before and after, figures, the command, limits). Nothing here asks the Hub for anything.
+before and after, figures, the command, limits, and what nobody has tested). Neither a licence nor a base model is
+guessed, and the Hub is asked about nothing but the ids of models and datasets that came from it.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from datasets import Dataset
 from sentence_transformers.sentence_transformer.model_card import SentenceTransformerModelCardData
+from torch import nn
 
-from st_cached_extras._compat import dataset_fingerprint, source_of
+from st_cached_extras._compat import source_of
+from st_cached_extras.losses import CachedCompositeLoss
 
 
 @dataclass
@@ -36,9 +38,11 @@ class ReplayModelCardData(SentenceTransformerModelCardData):
         run: Facts of the run, such as batch, mini-batch and seed.
         scores: Rows of the table of results, each from column name to value, all with the same columns. Floats
             print with three decimals.
+        score_note: How to read the table.
         figures: Picture files and their captions. Each save of the model gets its own copy.
         command: The command line, as from `command_line()`.
         limits: Known limits, a sentence each.
+        untested: What the scores do not speak of, a sentence each.
 
     Example:
         >>> card = ReplayModelCardData(model_name="Video retriever", limits=["Knows 25 words."])
@@ -51,9 +55,11 @@ class ReplayModelCardData(SentenceTransformerModelCardData):
     data: dict[str, str] = field(default_factory=dict)
     run: dict[str, Any] = field(default_factory=dict)
     scores: list[dict[str, Any]] = field(default_factory=list)
+    score_note: str = ""
     figures: list[tuple[str, str]] = field(default_factory=list)
     command: str = ""
     limits: list[str] = field(default_factory=list)
+    untested: list[str] = field(default_factory=list)
 
     template_path: Path = field(default=Path(__file__).with_name("template.md"), init=False, repr=False)
 
@@ -69,6 +75,18 @@ class ReplayModelCardData(SentenceTransformerModelCardData):
             "figures": [(Path(path).name, caption) for path, caption in self.figures],
             "install": 'pip install "st-cached-extras[video]"' if self._clips() else "pip install st-cached-extras",
         }
+
+    def set_losses(self, losses: list[nn.Module]) -> None:
+        """Cites and tags losses and, of a composite, the losses that it is made of."""
+        parts = [
+            part
+            for loss in losses
+            if isinstance(loss, CachedCompositeLoss)
+            for component in loss.components.values()
+            for part in (component, getattr(component, "loss", None))
+            if part is not None and not type(part).__name__.startswith("_")
+        ]
+        super().set_losses([*losses, *parts])
 
     def generate_usage_snippet(self) -> str:
         """Example code; clips go through `read_video`, because a path may be taken for text, or need torchcodec."""
@@ -139,11 +157,6 @@ def command_line(argv: Sequence[str] | None = None) -> str:
     return shlex.join(["python", os.path.basename(script) if relative.startswith("..") else relative, *shown])
 
 
-def describe_dataset(dataset: Dataset, unit: str = "rows") -> str:
-    """Size and fingerprint of a dataset, for :attr:`ReplayModelCardData.data`."""
-    return f"{len(dataset):,} {unit}, fingerprint `{dataset_fingerprint(dataset)}`"
-
-
 def markdown_table(rows: Sequence[dict[str, Any]]) -> str:
     """Rows as a Markdown table, the columns taken from the first."""
     if not rows:
@@ -170,6 +183,10 @@ def _is_clip(value: Any) -> bool:
     return isinstance(value, np.ndarray) and value.ndim == 4 and value.dtype == np.uint8
 
 
+def _is_clip_with_metadata(value: Any) -> bool:
+    return isinstance(value, dict) and "video_metadata" in value and _is_clip(value.get("array"))
+
+
 def _with_metadata(value: Any) -> Any:
     if not _is_clip(value):
         return value
@@ -177,6 +194,7 @@ def _with_metadata(value: Any) -> Any:
 
 
 def _describe(value: Any) -> Any:
+    value = value["array"] if _is_clip_with_metadata(value) else value
     if not _is_clip(value):
         return value
     frames, height, width, _ = value.shape

@@ -153,6 +153,13 @@ class RetrievalEvaluator(BaseEvaluator):
         queries, _ = self.right_of[direction]
         return chance_of_ranks(np.bincount(queries), self.answers_of[direction], self.ks)
 
+    def chance_of_recall(self, direction: str, max_k: int) -> np.ndarray:
+        """The recall at 1, 2, ... of answers in random order, [max_k], or as far as there are answers."""
+        ks = range(1, min(max_k, self.answers_of[direction]) + 1)
+        queries, _ = self.right_of[direction]
+        chance = chance_of_ranks(np.bincount(queries), self.answers_of[direction], ks)
+        return np.array([chance[f"recall@{k}"] for k in ks])
+
     def rows(self) -> list[dict[str, Any]]:
         """The table of the first and the last result, with 95 % intervals over queries, beside chance."""
         if self.first is None or self.last is None:

@@ -175,12 +175,15 @@ def retrieved(rows: int = 8) -> list[Retrieved]:
     ]
 
 
+CHANCE = np.arange(1, 21) / 64
+
+
 def ranks(best: int) -> tuple[np.ndarray, np.ndarray]:
     return np.arange(64), np.arange(64) % best
 
 
 def test_the_figure_frames_right_clips_in_green_and_only_those(tmp_path):
-    path = retrieval_figure(tmp_path / "sub" / "figure.png", retrieved(), {"novel": ranks(8)}, {"novel": 64})
+    path = retrieval_figure(tmp_path / "sub" / "figure.png", retrieved(), {"novel": ranks(8)}, {"novel": CHANCE})
     picture = np.asarray(Image.open(path).convert("RGB")).astype(int)
     assert 1300 <= picture.shape[1] <= 1500
     green = np.abs(picture - (44, 162, 95)).sum(axis=-1) < 12
@@ -192,7 +195,7 @@ def test_the_figure_frames_right_clips_in_green_and_only_those(tmp_path):
         tmp_path / "wrong.png",
         [row._replace(right=[False] * 3) for row in retrieved()],
         {"novel": ranks(8)},
-        {"novel": 64},
+        {"novel": CHANCE},
     )
     picture = np.asarray(Image.open(wrong).convert("RGB")).astype(int)
     assert (np.abs(picture - (44, 162, 95)).sum(axis=-1) < 12).sum() == 0
@@ -200,7 +203,7 @@ def test_the_figure_frames_right_clips_in_green_and_only_those(tmp_path):
 
 def test_one_caption_one_clip_and_two_set_sizes_draw(tmp_path):
     one = [Retrieved("a", clips(10)[:1], [True])]
-    path = retrieval_figure(tmp_path / "f.png", one, {"a": ranks(3), "b": ranks(9)}, {"a": 64, "b": 32}, max_k=5)
+    path = retrieval_figure(tmp_path / "f.png", one, {"a": ranks(3), "b": ranks(9)}, {"a": CHANCE[:5], "b": CHANCE})
     assert path.stat().st_size > 5000
 
 
@@ -214,7 +217,7 @@ def test_a_failed_save_leaves_the_old_figure_and_no_remains(tmp_path, monkeypatc
 
     monkeypatch.setattr(Figure, "savefig", fails)
     with pytest.raises(OSError, match="disk full"):
-        retrieval_figure(path, retrieved(2), {"novel": ranks(8)}, {"novel": 64})
+        retrieval_figure(path, retrieved(2), {"novel": ranks(8)}, {"novel": CHANCE})
     assert path.read_bytes() == b"old"
     assert [file.name for file in tmp_path.iterdir()] == ["figure.png"]
 
@@ -228,4 +231,4 @@ def test_pyplot_is_never_imported(tmp_path, monkeypatch):
         return imported(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", no_pyplot)
-    retrieval_figure(tmp_path / "f.png", retrieved(1), {"novel": ranks(8)}, {"novel": 64})
+    retrieval_figure(tmp_path / "f.png", retrieved(1), {"novel": ranks(8)}, {"novel": CHANCE})
