@@ -16,8 +16,10 @@ import torch
 from sentence_transformers.util import cos_sim
 from torch import Tensor, nn
 
+from st_cached_extras.levers import LEVERS
 from st_cached_extras.objectives.checks import check_ranking_features, read_groups
 from st_cached_extras.objectives.contrastive import (
+    SAFE_EXPONENT,
     ContrastiveObjective,
     Evaluation,
     check_number,
@@ -26,7 +28,8 @@ from st_cached_extras.objectives.contrastive import (
     own_entries,
     same_group,
 )
-from st_cached_extras.objectives.similarity import ScoreBlock, Scores
+from st_cached_extras.objectives.infonce_symmetric import SymmetricInfoNCE
+from st_cached_extras.objectives.similarity import ProductScores, ScoreBlock, Scores
 
 logger = logging.getLogger(__name__)
 
@@ -133,12 +136,23 @@ class InfoNCE(ContrastiveObjective):
 
     def _evaluate(self, scores: Scores, labels: Tensor | None) -> Evaluation:
         columns, N, _ = scores.keys.shape
+        s = self.scale
+        if self._shares_products(scores, s):
+            joint = self.partition_mode == "joint"
+            both = SymmetricInfoNCE(scores, s, self.margin, self.directions, joint, labels, self.chunk_size)
+            return Evaluation(both.evaluate())
         softmaxes = self._softmaxes(columns)
         loss = scores.keys.new_zeros(())
-        s = self.scale
         for begin, end, logits in self._chunks(scores, softmaxes[-1].part.stop * N):
             loss += self._chunk(s, scores, softmaxes, labels, logits, begin, end)
         return Evaluation(loss)
+
+    def _shares_products(self, scores: Scores, s: float) -> bool:
+        """Whether one product can serve both directions, and saves more than making the scores twice costs."""
+        is_plain = isinstance(scores, ProductScores) and scores.world.size == 1 and scores.wanted is None
+        is_safe = s * (scores.bound + self.margin) <= SAFE_EXPONENT
+        both_ways = "doc_to_query" in self.directions and self._alpha() == 0.0 and len(scores.keys) == 2
+        return LEVERS.symmetric_products and is_plain and is_safe and both_ways
 
     def _chunk(
         self,
@@ -172,7 +186,7 @@ class InfoNCE(ContrastiveObjective):
             m = m.squeeze(-1) if m.ndim else m  # [b] or []
             n = E.sum(dim=1)  # Σ_j exp(l_j − m), [b]
             x = n.log() + m - positive
-            loss_i = torch.logaddexp(x, x.new_tensor(math.log(softmax.copies)))  # log(c + exp(x)), exact when tiny
+            loss_i = torch.logaddexp(x, x.new_full((), math.log(softmax.copies)))  # log(c + exp(x)), exact when tiny
             # r = exp(m − log Z) makes E the derivative; it is left to the rows, which are narrower than the chunk.
             r = nn.functional.threshold_(torch.exp(m - positive - loss_i), math.exp(smallest), 0.0)
             own[softmax.blocks[0].name][0] = -n

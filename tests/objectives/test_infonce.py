@@ -528,6 +528,23 @@ class TestSymmetricInfoNCEWithGroupsAndAMargin(TestInfoNCEWithGroupsAndAMargin):
     tolerance_float32 = 5e-5  # the rounding of a logit of 30
 
 
+class TestPairsInBothDirections(TestSymmetricInfoNCEWithGroupsAndAMargin):
+    """Where products are shared between directions."""
+
+    hard_negatives = 0
+
+
+class TestPairsInAllDirections(TestInfoNCEWithGroupsAndAMargin):
+    options: ClassVar[dict] = {
+        "scale": 6.0,
+        "directions": ALL_DIRECTIONS,
+        "labels_as_groups": True,
+        "margin": 0.2,
+        "learnable_scale": True,
+    }
+    hard_negatives = 0
+
+
 def test_without_groups_labels_are_ignored_and_without_a_margin_nothing_changes() -> None:
     features, labels = random_features(6, 4, 1, seed=11), torch.tensor([0, 0, 1, 1, 2, 2])
     expected = InfoNCE().value_and_cotangents(features)
