@@ -17,7 +17,7 @@ from st_cached_extras.cards import (
     retrieval_figure,
     training_facts,
 )
-from st_cached_extras.distributed import ReplaySentenceTransformerTrainer
+from st_cached_extras.distributed.trainer import ReplaySentenceTransformerTrainer
 from st_cached_extras.evaluation import RetrievalEvaluator
 from st_cached_extras.recipes.hub import Push, push_folder
 
