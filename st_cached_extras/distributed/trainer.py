@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 from transformers.integrations.deepspeed import deepspeed_load_checkpoint
 
-from st_cached_extras._compat import model_of_checkpoint, uncompiled
+from st_cached_extras._compat import layers_to_shard, model_of_checkpoint, uncompiled
 from st_cached_extras.distributed.checkpoints import load_whole_weights, saving, whole_weights
-from st_cached_extras.distributed.evaluation import leaving_inference_mode
+from st_cached_extras.distributed.evaluation import ready_to_encode
 from st_cached_extras.distributed.own_parameters import LossOptimizer, split_groups
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,8 @@ class ReplayTrainerMixin:
 
     Under FSDP2 and DeepSpeed, parameters of the loss are stepped by an optimizer of their own, of the same kind and
     with the same schedule; every checkpoint and every ``save_model`` holds the whole model, to be loaded by
-    ``SentenceTransformer(folder)``; and resuming and loading the best model work.
+    ``SentenceTransformer(folder)``; resuming and loading the best model work; and evaluators may call ``encode``.
+    Under FSDP2, layers are sharded one by one, where no class of them is named.
 
     Raises:
         ValueError: on resuming, if the checkpoint's loss state is damaged or belongs to other losses.
@@ -56,6 +57,9 @@ class ReplayTrainerMixin:
         self._loss_optimizer: LossOptimizer | None = None
         self._loss_scale = 1.0
         super().__init__(*args, **kwargs)
+        if self.is_fsdp_enabled and self.accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap is None:
+            # Accelerate asks the SentenceTransformer, which names none: it would be gathered whole in every forward.
+            self.accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = layers_to_shard(self.model) or None
         self.add_callback(_StepLosses(self))
         for _, module in self._loss_modules():
             if hasattr(module, "state_is_saved"):
@@ -70,12 +74,19 @@ class ReplayTrainerMixin:
 
     def load_loss_state(self, state: dict[str, Tensor]) -> None:
         """Restore what :meth:`loss_state` returned, all of it or, if it does not fit, nothing."""
-        expected = self.loss_state()
-        if state.keys() != expected.keys():
+        # What appears as a run goes on is not there yet in one that is to be resumed.
+        grown = tuple(
+            f"{path}.replay_state.{module.grown_replay_state}"
+            for path, module in self._stateful_modules()
+            if hasattr(module, "grown_replay_state")
+        )
+        expected = {path: value for path, value in self.loss_state().items() if not path.startswith(grown)}
+        found = {path for path in state if not path.startswith(grown)}
+        if found != expected.keys():
             raise ValueError(
                 "The loss state of the checkpoint belongs to other losses: "
-                f"missing are {sorted(expected.keys() - state.keys()) or 'none'}, unknown are "
-                f"{sorted(state.keys() - expected.keys()) or 'none'}. Resume with the losses that it was trained with."
+                f"missing are {sorted(expected.keys() - found) or 'none'}, unknown are "
+                f"{sorted(found - expected.keys()) or 'none'}. Resume with the losses that it was trained with."
             )
         for path, value in expected.items():
             if state[path].shape != value.shape:
@@ -138,7 +149,7 @@ class ReplayTrainerMixin:
             parameter.grad = None
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        with leaving_inference_mode(self.model) if self._shards else nullcontext():
+        with ready_to_encode(self.model) if self._shards else nullcontext():
             return super().evaluation_loop(*args, **kwargs)
 
     # ------------------------------------------------------------------------------------ saving and loading
@@ -156,7 +167,7 @@ class ReplayTrainerMixin:
         if self._shards:
             # All ranks, because the model card is made with embeddings of the model. The others' files are not kept.
             whole = whole_weights(self.model_wrapped)
-            with saving(self.model, whole), leaving_inference_mode(self.model), TemporaryDirectory() as elsewhere:
+            with saving(self.model, whole), ready_to_encode(self.model), TemporaryDirectory() as elsewhere:
                 super()._save(output_dir if self.args.should_save else elsewhere)
         elif self.args.should_save:
             super()._save(output_dir)

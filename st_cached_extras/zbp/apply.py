@@ -19,12 +19,23 @@ from torch import nn
 from st_cached_extras.distributed.world import World
 from st_cached_extras.zbp.block import checked_config
 from st_cached_extras.zbp.config import ZBPConfig
+from st_cached_extras.zbp.modes import TAUGHT_BY_OUTPUT
+from st_cached_extras.zbp.queries import QueryCount
+from st_cached_extras.zbp.research.controls import forget_captured
+from st_cached_extras.zbp.research.error_tap import ErrorTap
 from st_cached_extras.zbp.run import run_layer
 from st_cached_extras.zbp.state import LayerState, Warned, ZBPLayer
 from st_cached_extras.zbp.survey import layers_without_backward
 
 Layers: TypeAlias = str | Sequence[str] | Sequence[int] | type[nn.Module] | tuple[type[nn.Module], ...]
-_STATISTICS = ("queries", "parameter_queries", "calibration_queries", "backward_calls", "seconds")
+_STATISTICS = (
+    "queries",
+    "parameter_queries",
+    "calibration_queries",
+    "exact_backwards",
+    "backward_calls",
+    "seconds",
+)
 
 
 class SwappedLayer(ZBPLayer):
@@ -94,6 +105,7 @@ def apply_zbp(
         layer.zbp = LayerState(config, name, warned=warned)
         layer.zbp_local = local
         layer.__class__ = _swapped_class(type(layer))
+    _watch_output(model)
     return chosen
 
 
@@ -103,6 +115,9 @@ def remove_zbp(model: nn.Module) -> None:
         if isinstance(layer, SwappedLayer):
             layer.__class__ = _own_class(layer)
             del layer.zbp, layer.zbp_local
+    tap = getattr(model, "error_tap", None)
+    if tap is not None and not zbp_blocks(model):
+        tap.close(model)
 
 
 def zbp_blocks(model: nn.Module) -> dict[str, nn.Module]:
@@ -115,7 +130,8 @@ def zbp_stats(model: nn.Module) -> dict[str, dict[str, float]]:
 
     Returns:
         Per layer: ``queries`` (forward calls for input gradients), ``parameter_queries``, ``calibration_queries`` (for
-        the choice of steps and modes), ``backward_calls`` and ``seconds`` (of backwards, on the host's clock).
+        the choice of steps and modes), ``exact_backwards`` (backpropagations through the layer: a mode that only a
+        diagnosis can afford has some), ``backward_calls`` and ``seconds`` (of backwards, on the host's clock).
     """
     blocks = zbp_blocks(model)
     rows = [
@@ -123,6 +139,7 @@ def zbp_stats(model: nn.Module) -> dict[str, dict[str, float]]:
             float(state.count.queries),
             float(state.count.parameter_queries),
             float(state.count.calibration_queries),
+            float(state.count.exact_backwards),
             float(state.calls),
             state.seconds,
         ]
@@ -139,6 +156,50 @@ def zbp_stats(model: nn.Module) -> dict[str, dict[str, float]]:
         name: {key: value if key == "seconds" else int(value) for key, value in zip(_STATISTICS, row, strict=True)}
         for name, row in zip(names, total.tolist(), strict=True)
     }
+
+
+def set_mode(model: nn.Module, mode: str, **changes: Any) -> None:
+    """Give all layers with an estimated backward another mode, and go on counting their calls.
+
+    What a mode has learned (a feedback matrix, a surrogate) stays for when it is set again; ``"capture"`` begins anew.
+
+    Args:
+        model: with wrapped layers or blocks.
+        mode: see :class:`~st_cached_extras.zbp.ZBPConfig`.
+        changes: other arguments of the configuration.
+
+    Raises:
+        ValueError: there are no such layers, or no such mode.
+    """
+    blocks = zbp_blocks(model)
+    if not blocks:
+        raise ValueError(
+            "set_mode changes layers with an estimated backward, and the model has none: apply_zbp first."
+        )
+    configs = [block.zbp.config.replace(mode=mode, **changes) for block in blocks.values()]
+    for block, config in zip(blocks.values(), configs, strict=True):
+        block.zbp.configure(config)
+        if mode == "capture":
+            forget_captured(block.zbp.memory)
+    _watch_output(model)
+
+
+def total_queries(model: nn.Module) -> int:
+    """Forward calls of all layers for estimates of gradients, over ranks: call it on all of them. Those that chose
+    steps and modes are not among them."""
+    return sum(layer["queries"] + layer["parameter_queries"] for layer in zbp_stats(model).values())
+
+
+def reset_queries(model: nn.Module) -> None:
+    """Count queries and seconds from zero. The number of backwards, and with it the cycle of probes, goes on."""
+    for block in zbp_blocks(model).values():
+        block.zbp.count = QueryCount()
+        block.zbp.seconds = 0.0
+
+
+def _watch_output(model: nn.Module) -> None:
+    if any(block.zbp.mode in TAUGHT_BY_OUTPUT for block in zbp_blocks(model).values()):
+        ErrorTap.of(model)
 
 
 @cache

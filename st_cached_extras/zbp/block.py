@@ -8,6 +8,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from st_cached_extras.zbp.config import ZBPConfig
+from st_cached_extras.zbp.modes import IGNORES_SKIP
 from st_cached_extras.zbp.run import run_layer
 from st_cached_extras.zbp.state import LayerState, ZBPLayer
 
@@ -70,6 +71,8 @@ class ZBPBlock(ZBPLayer, nn.Module):
         out = run_layer(self.zbp, module, self.f, self.local, (x, *args), kwargs)
         if self.skip is None:
             return out
+        if self.zbp.mode in IGNORES_SKIP:
+            x = x.detach()
         beside = x if self.skip == "identity" else self.skip(x)
         return (out[0] + beside, *out[1:]) if isinstance(out, tuple) else out + beside
 

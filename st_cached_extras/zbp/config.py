@@ -6,6 +6,8 @@ import json
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, TypeAlias
 
+from st_cached_extras.zbp.research.channels import Stage, checked_stages, stages_to_json
+
 PROBES = ("orthogonal", "rademacher", "gaussian", "sphere", "hadamard", "hadamard_cycle", "coordinate")
 PARAMETER_MODES = ("auto", "local", "straight_through", "zo", "none")
 # "auto" and "bp" are decided before a backward runs; the rules for the others register themselves (see modes.py).
@@ -48,7 +50,9 @@ class ZBPConfig:
             - ``"exact"``: autograd through the layer, or through its differentiable stand-in where one is given;
             - ``"skip"``: straight-through, g = v, for equal shapes;
             - ``"broadcast"``: v spread evenly over the positions, for [B, T, C] to [B, C];
-            - ``"bp"``: plain backpropagation, as if the layer were not wrapped.
+            - ``"bp"``: plain backpropagation, as if the layer were not wrapped;
+            - ``"fa"``, ``"dfa"``, ``"drtp"``, ``"opzo"``, ``"zero"``, ``"noise"``, ``"capture"``, ``"replay"``,
+              ``"slice"``, ``"score_k"``, ``"score_qk"``: baselines and instruments, see docs/zbp_research.md.
         n_probes: probes n; None for a sixth of the size of a unit, between 1 and 256.
         probe: their distribution, see :class:`~st_cached_extras.zbp.probes.Probes`.
         subspace: ``"full"``, or ``"error"``: probes among the top left singular vectors of v alone, [T, C] per
@@ -70,7 +74,19 @@ class ZBPConfig:
             RMS: what a noisier instrument would do.
         probe_chunk: probes that are queried at once; the memory of a backward grows with it, and with n not.
         mask_padding: no probe touches padding, so that its gradient is exactly zero.
-        seed: of the private generator of probes.
+        seed: of the private generator of probes, and of fixed feedback matrices.
+        surrogate: a linear map, learned from the layer's inputs and outputs, is a control variate of cd, fd, jvp and
+            oracle: what it predicts is not estimated (unbiased). Not with ``control``.
+        surrogate_ema: share of its statistics that a forward leaves in place.
+        surrogate_ridge: added to the covariance of the input, relative to its mean diagonal.
+        feedback_scale: on the fixed matrices of fa, dfa and drtp.
+        opzo_alpha: scale of the noise that teaches the matrix of opzo, relative to the RMS of the layer's input; None
+            where the loop calls ``opzo_update`` itself.
+        opzo_decay: share of that matrix that an update leaves in place.
+        coordinates: (first, after_last) of the features that mode slice estimates.
+        window: positions up to a query's own whose scores score_k and score_qk probe; None for all.
+        measurement: stages (Droop, Noise, Quantise) that every reading passes.
+        transport: stages that the error passes on its way to the layer.
 
     Raises:
         TypeError, ValueError: an argument that is none of these, by name.
@@ -91,6 +107,16 @@ class ZBPConfig:
     probe_chunk: int = 1
     mask_padding: bool = True
     seed: int = 0
+    surrogate: bool = False
+    surrogate_ema: float = 0.99
+    surrogate_ridge: float = 0.1
+    feedback_scale: float = 1.0
+    opzo_alpha: float | None = 0.1
+    opzo_decay: float = 0.99
+    coordinates: tuple[int, int] | None = None
+    window: int | None = None
+    measurement: tuple[Stage, ...] = ()
+    transport: tuple[Stage, ...] = ()
 
     def __post_init__(self) -> None:
         _check_choice("mode", self.mode, sorted(KNOWN_MODES))
@@ -110,8 +136,9 @@ class ZBPConfig:
         if self.eps is not None:
             _check_number("eps", self.eps, above=0.0)
         _check_number("readout_noise", self.readout_noise, at_least=0.0)
-        if not isinstance(self.mask_padding, bool):
-            raise TypeError(f"mask_padding must be True or False, got {self.mask_padding!r}.")
+        for name in ("mask_padding", "surrogate"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         if self.subspace == "error" and self.units != "sample":
             raise ValueError(
                 f"subspace='error' takes the singular vectors of a whole sample, got units={self.units!r}. Use "
@@ -119,6 +146,7 @@ class ZBPConfig:
             )
         if isinstance(self.units, Local):
             self._check_local()
+        self._check_research()
 
     def _check_local(self) -> None:
         for name, value in (("control", self.control), ("shrink", self.shrink)):
@@ -130,13 +158,41 @@ class ZBPConfig:
         if self.mode == "oracle":
             raise ValueError("mode='oracle' needs units that do not overlap, got Local. Use units='sample'.")
 
+    def _check_research(self) -> None:
+        for name in ("measurement", "transport"):
+            object.__setattr__(self, name, checked_stages(name, getattr(self, name)))
+        _check_number("feedback_scale", self.feedback_scale, above=0.0)
+        _check_number("surrogate_ridge", self.surrogate_ridge, above=0.0)
+        for name in ("surrogate_ema", "opzo_decay"):
+            _check_number(name, getattr(self, name), at_least=0.0)
+            if getattr(self, name) >= 1:
+                raise ValueError(f"{name} must be below 1, got {getattr(self, name)!r}.")
+        if self.opzo_alpha is not None:
+            _check_number("opzo_alpha", self.opzo_alpha, above=0.0)
+        if self.window is not None:
+            _check_count("window", self.window)
+        if self.surrogate and (self.control is not None or isinstance(self.units, Local)):
+            raise ValueError(
+                f"surrogate=True is a control variate of its own, got control={self.control!r} and units="
+                f"{self.units!r}. Use control=None and units that do not overlap."
+            )
+        if self.coordinates is None:
+            return
+        object.__setattr__(self, "coordinates", tuple(self.coordinates))
+        if len(self.coordinates) != 2:
+            raise ValueError(f"coordinates must be (first, after_last), got {self.coordinates!r}.")
+        first, after = self.coordinates
+        _check_count("coordinates", first, least=0)
+        _check_count("coordinates", after, least=first + 1)
+
     def replace(self, **changes: Any) -> ZBPConfig:
         """A configuration with some arguments changed, validated."""
         return replace(self, **changes)
 
     def to_json(self) -> str:
         """One line of JSON, from which :meth:`from_json` makes an equal configuration."""
-        return json.dumps(asdict(self))
+        stages = {name: stages_to_json(getattr(self, name)) for name in ("measurement", "transport")}
+        return json.dumps(asdict(self) | stages)
 
     @classmethod
     def from_json(cls, text: str) -> ZBPConfig:

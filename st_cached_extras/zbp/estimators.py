@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,8 +18,13 @@ from torch import Tensor
 from st_cached_extras.zbp.config import ZBPConfig
 from st_cached_extras.zbp.probes import Probes, private_generator, relative_variance
 from st_cached_extras.zbp.queries import QueryCount, Readout
+from st_cached_extras.zbp.research.channels import Measured, arriving
+from st_cached_extras.zbp.research.surrogate import SurrogateControl
 from st_cached_extras.zbp.step_size import choose_eps
 from st_cached_extras.zbp.units import UnitLayout, layout_of
+
+if TYPE_CHECKING:
+    from st_cached_extras.zbp.research.signal import Signal
 
 LARGEST_DEFAULT = 256
 
@@ -42,6 +48,8 @@ class LayerCall:
         call: how many backwards of the layer came before, too.
         count: where queries are counted.
         eps: the step, chosen or given.
+        memory: tensors that the rule keeps from call to call; replaced, never changed in place.
+        signal: of the model's output in this forward, where an ErrorTap watches it.
     """
 
     f: Callable[[Tensor], Tensor]
@@ -58,6 +66,8 @@ class LayerCall:
     call: int = 0
     count: QueryCount = field(default_factory=QueryCount)
     eps: float | None = None
+    memory: dict[str, Tensor] = field(default_factory=dict)
+    signal: Signal | None = None
 
     def generator(self, *purpose: int | str) -> torch.Generator:
         """The private generator of this call."""
@@ -76,6 +86,7 @@ def estimate_vjp(
     batched: bool = False,
     call: int = 0,
     count: QueryCount | None = None,
+    memory: dict[str, Tensor] | None = None,
 ) -> Tensor:
     """J^T v of a map, estimated (or computed) as a configuration says.
 
@@ -90,6 +101,7 @@ def estimate_vjp(
         batched: f takes any number of leading axes, so that ``probe_chunk`` probes are one plain call.
         call: draws other probes for every value.
         count: where queries are counted.
+        memory: what the mode keeps from call to call, such as a feedback matrix.
 
     Returns:
         The gradient, of x's shape and dtype.
@@ -97,7 +109,7 @@ def estimate_vjp(
     Raises:
         ValueError: shapes that do not fall into the units or the mode of the configuration.
     """
-    from st_cached_extras.zbp.modes import RULES
+    from st_cached_extras.zbp.modes import RULES, inside_of
 
     if config.mode in ("auto", "bp"):
         config = config.replace(mode="cd" if config.mode == "auto" else "exact")
@@ -114,9 +126,10 @@ def estimate_vjp(
         call=call,
         count=QueryCount() if count is None else count,
         eps=config.eps,
+        memory={} if memory is None else memory,
     )
-    with torch.no_grad():
-        return RULES[config.mode](layer_call)
+    with torch.no_grad(), inside_of(layer_call):
+        return RULES[config.mode](arriving(layer_call))
 
 
 def default_probes(size: int) -> int:
@@ -149,17 +162,25 @@ def estimate(call: LayerCall) -> Tensor:
     directions = Directions(call, units, readout)
 
     v, n = readout.v, directions.n
+    if config.measurement:
+        along = Measured(along, call, n)
     control, known = _control(call, readout, along)
+    surrogate = SurrogateControl(call, units, readout.dtype) if config.surrogate else None
     total = torch.zeros(call.x.shape, dtype=readout.dtype, device=call.x.device)
     for start in range(0, n, config.probe_chunk):
         u = directions.draw(start, min(start + config.probe_chunk, n))  # [k, *input shape]
         D = along(u)  # [k, readings]
         if control is not None:
             D = D - control * units.read(v * u)
+        if surrogate is not None:
+            D = surrogate.remainder(u, D)
         total += (units.spread(D) * u).sum(0)
     total /= n
     if config.shrink == "mmse":
         total /= 1 + directions.relative_variance()
+    if surrogate is not None:
+        surrogate.learn()
+        known = surrogate.known
     if known is not None:
         total += known
     if call.valid is not None and config.mask_padding:
@@ -267,6 +288,7 @@ def exact(call: LayerCall) -> Tensor:
     """
     if call.differentiable is None:
         raise ValueError(f"mode={call.config.mode!r} needs autograd, and the layer {call.name!r} has none here.")
+    call.count.exact_backwards += 1
     with torch.enable_grad():
         x = call.x.detach().requires_grad_()
         y = call.differentiable(x)

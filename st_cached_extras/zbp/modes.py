@@ -7,7 +7,8 @@ Rules that draw are told everything that their draws may depend on, so that a ru
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
@@ -16,10 +17,28 @@ from st_cached_extras.zbp.estimators import LayerCall, broadcast, estimate, exac
 
 Rule: TypeAlias = Callable[[LayerCall], Tensor]
 RULES: dict[str, Rule] = {}
+# What a layer is differentiated within, by mode.
+INSIDE: dict[str, Callable[[LayerCall], AbstractContextManager[Any]]] = {}
+TAUGHT_BY_OUTPUT: set[str] = set()
+IGNORES_SKIP: set[str] = set()
 
 
-def register_mode(name: str, rule: Rule) -> None:
+def register_mode(
+    name: str,
+    rule: Rule,
+    *,
+    inside: Callable[[LayerCall], AbstractContextManager[Any]] | None = None,
+    taught_by_output: bool = False,
+    ignores_skip: bool = False,
+) -> None:
     """Make a rule known under a name.
+
+    Args:
+        name: what configurations call it.
+        rule: from a call to the gradient of the layer's input, of that input's shape and dtype.
+        inside: from a call to a context, in which the rule and autograd inside the layer run.
+        taught_by_output: it reads ``call.signal``, the error at the model's output, which an ErrorTap notes.
+        ignores_skip: a path around the layer passes no gradient.
 
     Raises:
         ValueError: the name is taken.
@@ -28,6 +47,17 @@ def register_mode(name: str, rule: Rule) -> None:
         raise ValueError(f"There is a mode {name!r} already; choose another name.")
     RULES[name] = rule
     KNOWN_MODES.add(name)
+    if inside is not None:
+        INSIDE[name] = inside
+    if taught_by_output:
+        TAUGHT_BY_OUTPUT.add(name)
+    if ignores_skip:
+        IGNORES_SKIP.add(name)
+
+
+def inside_of(call: LayerCall) -> AbstractContextManager[Any]:
+    """The context of a call's mode."""
+    return INSIDE.get(call.config.mode, lambda _: nullcontext())(call)
 
 
 for _name in ("cd", "fd", "jvp", "oracle"):

@@ -24,11 +24,13 @@ class QueryCount:
         queries: forward calls that estimated an input gradient.
         parameter_queries: forward calls that estimated a gradient of parameters.
         calibration_queries: forward calls that chose a step, a mode or a parameter mode.
+        exact_backwards: backpropagations through a layer (or its stand-in) for the gradient of its input.
     """
 
     queries: int = 0
     parameter_queries: int = 0
     calibration_queries: int = 0
+    exact_backwards: int = 0
 
 
 class Readout:

@@ -231,7 +231,10 @@ def _gradients(
 def _no_trace(model: nn.Module, blocks: dict[str, nn.Module]) -> Iterator[None]:
     """Put gradients and the layers' states back."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    states = {block: {key: value for key, value in vars(block.zbp).items()} for block in blocks.values()}
+    states = {
+        block: {key: dict(value) if isinstance(value, dict) else value for key, value in vars(block.zbp).items()}
+        for block in blocks.values()
+    }
     counts = {block: deepcopy(block.zbp.count) for block in blocks.values()}
     try:
         yield

@@ -13,6 +13,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -29,9 +30,11 @@ from st_cached_extras.zbp.detection import (
     identity_alignment,
     parameters_have_backward,
 )
-from st_cached_extras.zbp.estimators import LayerCall
-from st_cached_extras.zbp.modes import RULES
+from st_cached_extras.zbp.estimators import LayerCall, exact
+from st_cached_extras.zbp.modes import RULES, inside_of
 from st_cached_extras.zbp.parameters import estimate_parameter_gradients, gradients_by_autograd
+from st_cached_extras.zbp.research.channels import arriving
+from st_cached_extras.zbp.research.surrogate import observe
 from st_cached_extras.zbp.state import LayerState
 
 logger = logging.getLogger(__name__)
@@ -65,6 +68,8 @@ def run_layer(
     Raises:
         TypeError, ValueError: arguments, outputs or a layer that no estimate is right for.
     """
+    if state.perturb is not None:
+        return _perturbed(state, forward, args, kwargs)
     if not torch.is_grad_enabled() or state.mode == "bp":
         return forward(*args, **kwargs)
     arguments = LayerArguments(forward_signature(forward), state.name, args, kwargs)
@@ -108,6 +113,7 @@ class LayerRun:
         self.state, self._arguments, self._forward, self._local = state, arguments, forward, local
         self._random_state = RandContext(x)
         self._autocast = AutocastState.capture(x.device)
+        self._signal = None if state.tap is None else state.tap.signal
         self.parameters: list[nn.Parameter] = []
         self.rest: tuple[Any, ...] | None = None
 
@@ -117,6 +123,8 @@ class LayerRun:
         out = self._arguments.call(self._forward, x.detach(), with_cache=True)
         y = _first_output(out, self.state.name)
         self.rest = tuple(out[1:]) if isinstance(out, (tuple, list)) else None
+        if self.state.config.surrogate:
+            observe(self.call(x, y), y)
         return y
 
     def query(self, x: Tensor) -> Tensor:
@@ -135,7 +143,7 @@ class LayerRun:
         state, config = self.state, self.state.config
         if state.mode is not None and state.param_mode is not None:
             return
-        call = self._call(x, x)
+        call = self.call(x, x)
         if state.mode is None:
             state.mode = self._decide_mode(call)
         if state.param_mode is not None:
@@ -178,28 +186,32 @@ class LayerRun:
     def backward(self, x: Tensor, v: Tensor, wants_input: bool) -> tuple[Tensor | None, list[Tensor | None]]:
         """dL/dx and dL/dθ from v = dL/dy."""
         begin, state, parameters = time.perf_counter(), self.state, self.parameters
-        call = self._call(x, v)
+        call = self.call(x, v)
+        arrived = arriving(call)
         wants_input = wants_input and state.estimate_input_grad and not (state.is_branch and state.mode == "skip")
         by_autograd = parameters if state.param_mode in ("local", "straight_through") else []
         gradient: Tensor | None = None
         of_parameters: list[Tensor | None] = [None] * len(parameters)
-        if wants_input and state.mode == "exact" and by_autograd:
-            gradient, of_parameters = gradients_by_autograd(self.differentiable, x, v, by_autograd, with_input=True)
-        else:
+        at_once = wants_input and bool(by_autograd) and RULES[state.mode] is exact
+        with inside_of(call) if wants_input or by_autograd else nullcontext():
             if by_autograd:
-                _, of_parameters = gradients_by_autograd(self.differentiable, x, v, by_autograd)
-            if wants_input:
-                gradient = RULES[state.mode](call)
+                gradient, of_parameters = gradients_by_autograd(
+                    self.differentiable, x, arrived.v, by_autograd, with_input=at_once
+                )
+                state.count.exact_backwards += at_once
+            if wants_input and not at_once:
+                gradient = RULES[state.mode](arrived)
         if parameters and state.param_mode == "zo":
-            of_parameters = estimate_parameter_gradients(call, parameters)
+            of_parameters = estimate_parameter_gradients(arrived, parameters)
         state.calls += 1
-        state.eps = call.eps
+        state.eps = arrived.eps
         state.seconds += time.perf_counter() - begin
         if state.observer is not None and gradient is not None:
             state.observer(call, gradient)
         return gradient, of_parameters
 
-    def _call(self, x: Tensor, v: Tensor) -> LayerCall:
+    def call(self, x: Tensor, v: Tensor) -> LayerCall:
+        """What a rule is told."""
         state, config = self.state, self.state.config
         return LayerCall(
             f=self.query,
@@ -216,6 +228,8 @@ class LayerRun:
             call=state.calls,
             count=state.count,
             eps=state.eps,
+            memory=state.memory,
+            signal=self._signal,
         )
 
 
@@ -235,6 +249,14 @@ class EstimatedBackward(torch.autograd.Function):
         x, *_ = ctx.saved_tensors
         gradient, of_parameters = ctx.run.backward(x, v, ctx.needs_input_grad[0])
         return gradient, None, *of_parameters
+
+
+def _perturbed(state: LayerState, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A forward with noise on the input, without a graph."""
+    arguments = LayerArguments(forward_signature(forward), state.name, args, kwargs)
+    x = arguments.release_input().detach()
+    noisy = state.perturb(LayerRun(state, arguments, forward, None, x).call(x, x))
+    return arguments.call(forward, noisy, with_cache=True)
 
 
 def _first_output(out: Any, name: str) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +12,11 @@ from st_cached_extras.zbp.config import ZBPConfig
 from st_cached_extras.zbp.estimators import LayerCall
 from st_cached_extras.zbp.queries import QueryCount
 
+if TYPE_CHECKING:
+    from st_cached_extras.zbp.research.error_tap import ErrorTap
+    from st_cached_extras.zbp.research.opzo import Perturbation
+
+_MEMORY = "memory."
 # What "auto" came to, as it is written to checkpoints.
 _UNDECIDED = -1
 _MODES = ("cd", "skip")
@@ -50,6 +55,9 @@ class LayerState:
         seconds: time spent in its backwards, on the host's clock.
         observer: is shown every backward.
         warned: shared by the layers of one model, which warn once.
+        memory: tensors that the mode keeps from call to call; replaced, never changed in place.
+        tap: watches the output of the model.
+        perturb: puts noise on the layer's input, during one forward of opzo.
     """
 
     config: ZBPConfig
@@ -66,6 +74,9 @@ class LayerState:
     seconds: float = 0.0
     observer: Observer | None = None
     warned: Warned = field(default_factory=Warned)
+    memory: dict[str, Tensor] = field(default_factory=dict)
+    tap: ErrorTap | None = None
+    perturb: Perturbation | None = None
 
     def __post_init__(self) -> None:
         self.configure(self.config)
@@ -86,6 +97,7 @@ class LayerState:
             "eps": torch.tensor(float("nan") if self.eps is None else self.eps, dtype=torch.float64),
             "mode": torch.tensor(mode),
             "param_mode": torch.tensor(_PARAMETER_MODES.index(self.param_mode) if decided else _UNDECIDED),
+            **{f"{_MEMORY}{key}": value for key, value in self.memory.items()},
         }
 
     def load_replay_state(self, state: dict[str, Tensor]) -> None:
@@ -98,6 +110,9 @@ class LayerState:
             self.mode = _MODES[int(state["mode"])]
         if self.param_mode is None and int(state["param_mode"]) != _UNDECIDED:
             self.param_mode = _PARAMETER_MODES[int(state["param_mode"])]
+        self.memory = {
+            key.removeprefix(_MEMORY): value.clone() for key, value in state.items() if key.startswith(_MEMORY)
+        }
 
 
 class ZBPLayer:
@@ -105,9 +120,11 @@ class ZBPLayer:
 
     Attributes:
         zbp: its state.
+        grown_replay_state: prefix of entries of the replay state that appear, in sizes of their own, as it runs.
     """
 
     zbp: LayerState
+    grown_replay_state = _MEMORY
 
     def replay_state(self) -> dict[str, Tensor]:
         """The state that a checkpoint needs; not a part of the module's own state dict, which stays as it was."""

@@ -177,6 +177,7 @@ def test_queries_are_counted_by_layer():
                 "queries": 2 * each,
                 "parameter_queries": 0,
                 "calibration_queries": 0,
+                "exact_backwards": 0,
                 "backward_calls": 2,
             }
         remove_zbp(model)
@@ -278,6 +279,7 @@ def test_a_cached_loss_estimates_what_a_plain_one_does():
         "queries": 6 * 8,  # three mini-batches of each of two columns
         "parameter_queries": 0,
         "calibration_queries": zbp_stats(model)[TOP]["calibration_queries"],
+        "exact_backwards": 0,
         "backward_calls": 6,
         "seconds": 0,
     }

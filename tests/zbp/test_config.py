@@ -32,8 +32,12 @@ def test_replacing_makes_another_validated_one():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"mode": "feedback"}, ValueError, "mode must be one of 'auto', 'bp', 'broadcast', 'cd', .*, got 'feedback'"),
-        ({"mode": "dfa"}, ValueError, "mode must be one of"),
+        (
+            {"mode": "feedback"},
+            ValueError,
+            "mode must be one of 'auto', 'bp', 'broadcast', 'capture', 'cd', .*, got 'feedback'",
+        ),
+        ({"mode": "random feedback"}, ValueError, "mode must be one of"),
         ({"probe": "normal"}, ValueError, "probe must be one of 'orthogonal'"),
         ({"subspace": "half"}, ValueError, "subspace must be one of"),
         ({"control": "mean"}, ValueError, "control must be one of"),
