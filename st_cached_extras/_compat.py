@@ -33,6 +33,7 @@ __all__ = [
     "deepspeed_without_reduction",
     "get_batch_size",
     "is_compiled",
+    "layers_to_shard",
     "model_of_checkpoint",
     "rendezvous_store",
     "source_of",
@@ -53,6 +54,12 @@ def is_compiled(model: nn.Module) -> bool:
 def source_of(config: PretrainedConfig) -> str:
     """The id or path that a configuration was loaded from."""
     return config._name_or_path
+
+
+def layers_to_shard(model: nn.Module) -> list[str]:
+    """Class names of the layers that transformers' models in ``model`` ask to be kept whole."""
+    named = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    return sorted(named & {type(module).__name__ for module in model.modules()})
 
 
 def rendezvous_store() -> dist.Store:

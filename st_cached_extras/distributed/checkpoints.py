@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule
 
 
 def whole_weights(wrapped: Any) -> dict[str, Tensor]:
@@ -21,7 +21,7 @@ def whole_weights(wrapped: Any) -> dict[str, Tensor]:
     Returns:
         By their names in the model's ``state_dict()``; empty on the other ranks.
     """
-    if any(isinstance(parameter, DTensor) for parameter in wrapped.parameters()):
+    if any(isinstance(module, FSDPModule) for module in wrapped.modules()):
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         return get_model_state_dict(wrapped, options=options)
     if not any(hasattr(parameter, "ds_id") for parameter in wrapped.parameters()):
