@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -88,7 +88,7 @@ def check_push(push: Push) -> Push:
 
 
 def push_folder(folder: str | os.PathLike, push: Push) -> str:
-    """Uploads the files of a folder as one commit: a failure leaves nothing of them to be seen on the Hub.
+    """Uploads the files of a folder as one commit: after a failure they are on the Hub whole or not at all.
 
     A repository that is not there is made; files of an existing one are replaced, and others in it are kept. Large
     files are sent ahead of the commit and are not sent again by a second try.
@@ -121,8 +121,8 @@ def push_folder(folder: str | os.PathLike, push: Push) -> str:
     again = f"python -m st_cached_extras.recipes.hub {folder} {push.repo_id}" + ("" if push.private else " --public")
     return _asking(
         upload,
-        f"The push to {push.repo_id} failed, and nothing of it is to be seen there",
-        f" The model is whole in {folder}; push it once more with: {again}",
+        f"The push to {push.repo_id} failed",
+        f" It is there whole or not at all, and whole in {folder}: push once more with: {again}",
     )
 
 
@@ -144,26 +144,37 @@ class _NotThere(UsageError):
 
 
 def _asking(ask: Callable[[], T], failure: str, way_out: str = "") -> T:
-    """What the Hub answers, with its many errors in one line."""
+    """What the Hub answers; its many errors in one line."""
     try:
         return ask()
     except UsageError:
         raise
-    except LocalTokenNotFoundError as error:
-        raise UsageError(
-            f"{failure}: there is no token. Run 'hf auth login', set HF_TOKEN, or give --hub_token.{way_out}"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise _NotThere(f"{failure}: there is no such repository, or the token may not see it.{way_out}") from error
-    except HfHubHTTPError as error:
-        status = error.response.status_code
-        reason = {
-            401: f"the Hub does not know the token. Get one at {constants.ENDPOINT}/settings/tokens.",
-            403: "the token may not write there: check its permissions, and the owner in --hub_model_id.",
-        }.get(status, f"the Hub answered {status}, {one_line(error)}.")
-        raise UsageError(f"{failure}: {reason}{way_out}") from error
-    except Exception as error:  # the HTTP client's own errors, of which each version of huggingface_hub has others
-        raise UsageError(f"{failure}: {type(error).__name__}: {one_line(error)}.{way_out}") from error
+    except Exception as error:  # also the HTTP client's own, of which each version of huggingface_hub has others
+        cause = next((e for e in _causes(error) if isinstance(e, HfHubHTTPError | LocalTokenNotFoundError)), error)
+        kind = _NotThere if isinstance(cause, RepositoryNotFoundError) else UsageError
+        raise kind(f"{failure}: {_reason(cause)}{way_out}") from error
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, LocalTokenNotFoundError):
+        return "there is no token. Run 'hf auth login', set HF_TOKEN, or give --hub_token."
+    if isinstance(error, RepositoryNotFoundError):
+        return "there is no such repository, or the token may not see it."
+    said = one_line(error).rstrip(".")
+    if not isinstance(error, HfHubHTTPError):
+        return f"{type(error).__name__}: {said}."
+    status = error.response.status_code
+    if status == 401:
+        return f"the Hub does not know the token. Get one at {constants.ENDPOINT}/settings/tokens."
+    if status == 403:
+        return "the token may not write there: check its permissions, and the owner in --hub_model_id."
+    return f"the Hub answered {status}: {said}."
 
 
 def main() -> None:
