@@ -41,7 +41,7 @@ def training_facts(trainer: BaseTrainer, unit: str = "rows") -> dict[str, Any]:
     if args.resume_from_checkpoint:
         facts["Interrupted"] = "yes: the run went on from a checkpoint"
     facts["Seed"] = args.seed
-    facts["Machine"] = machine()
+    facts["Machine"] = machine(args.device)
     if layers := _layers_without_backward(trainer.model):
         facts["Layers without a backward"] = layers
     return facts
@@ -56,14 +56,14 @@ def engine_name(trainer: BaseTrainer) -> str:
     return "DistributedDataParallel" if trainer.args.world_size > 1 else "one process"
 
 
-def machine() -> str:
-    """What this process computes on; no name by which the machine could be found."""
-    accelerator = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
-    if accelerator is not None and accelerator.type == "cuda":
-        return f"{torch.cuda.get_device_name()}, {platform.system()}"
-    name = "CPU" if accelerator is None else accelerator.type
+def machine(device: torch.device) -> str:
+    """What a device is; no name by which the machine could be found."""
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, {platform.system()}"
+    if device.type != "cpu":
+        return f"{device.type}, {platform.machine()} {platform.system()}"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{name}, {cores} cores, {torch.get_num_threads()} thread(s), {platform.machine()} {platform.system()}"
+    return f"CPU, {cores} cores, {torch.get_num_threads()} thread(s), {platform.machine()} {platform.system()}"
 
 
 def replay_losses(loss: nn.Module | dict[str, nn.Module]) -> Iterator[ReplayLoss]:
