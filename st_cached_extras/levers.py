@@ -1,8 +1,8 @@
 """What makes a step fast without changing its gradients, each with a switch.
 
-All are on. A switch is for measuring what a lever is worth, for testing that it changes nothing, and for ruling one out
-when a training run looks wrong. What a user chooses by an argument (``sort_by_length``, ``mini_batch_num_tokens``,
-``kept_graphs``) has no switch here.
+All are on. A switch is for measuring what a lever is worth, for testing that it changes nothing, and for ruling one
+out when a training run looks wrong. What a user chooses by an argument (``sort_by_length``,
+``mini_batch_num_tokens``, ``kept_graphs``) has no switch here.
 """
 
 from __future__ import annotations

@@ -87,17 +87,28 @@ class Tokens:
         first: int64 [B], each row's first position to keep; 0 to keep leading padding.
         end: int64 [B], each row's last active position + 1; 0 in a row without any active token.
         width: tokens of the whole batch.
+        multiple: padding is left so that the tokens are a multiple of this, as far as there is any.
     """
 
     first: Tensor
     end: Tensor
     width: int
+    multiple: int = 1
 
     def take(self, value: Tensor, rows: Tensor) -> Tensor:
         # Rows without a single active token say nothing, and alone keep the whole width, as in ST.
         end = int(self.end[rows].max())
         begin, end = (int(self.first[rows].min()), end) if end else (0, self.width)
+        tokens = self.rounded(end - begin)
+        end = min(begin + tokens, self.width)
+        begin = end - tokens
         return value[:, begin:end].index_select(0, to_device(rows, value.device))
+
+
+    def rounded(self, lengths: Any) -> Any:
+        """Lengths, or one, as they are computed: up to the next multiple, or the whole width."""
+        up = (lengths + self.multiple - 1) // self.multiple * self.multiple
+        return up.clamp(max=self.width) if isinstance(up, Tensor) else min(up, self.width)
 
 
 @dataclass(frozen=True)

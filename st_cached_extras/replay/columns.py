@@ -24,7 +24,7 @@ class Column:
         differentiated: how many of the mini-batches, the first ones, are replayed.
         random_states: per mini-batch, the random state before its first pass; None where that drew no numbers.
         kept: embeddings of the first pass that still have their graphs, by mini-batch.
-        embeddings: [B, D] in row order, in at least fp32.
+        embeddings: [B, D] in row order, in the model's dtype, fp16 in fp32.
         trainable: a mini-batch in which a trainable parameter is known to have a part; None if there is none.
     """
 

@@ -17,7 +17,7 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.losses import CachedLossMixin, has_static_embedding_input
 from torch import Tensor, nn
 
-from st_cached_extras._compat import uncompiled
+from st_cached_extras._compat import is_compiled, uncompiled
 from st_cached_extras.distributed.engines import Engine, engine_of
 from st_cached_extras.distributed.world import World
 from st_cached_extras.objectives.base import Objective, ObjectiveResult
@@ -30,6 +30,9 @@ from st_cached_extras.replay.plan import plan_selected_first
 from st_cached_extras.replay.selection import check_differentiated, count_differentiated, draw_rows, stacked_rows
 
 logger = logging.getLogger(__name__)
+
+COMPILED_MULTIPLE = 8
+"""Of tokens in a mini-batch of a compiled model, so that it is compiled for few lengths."""
 
 
 class ReplayLoss(CachedLossMixin, nn.Module):
@@ -371,7 +374,10 @@ class ReplayLoss(CachedLossMixin, nn.Module):
         columns, selected, error = [], None, None
         try:
             rows = read_columns(
-                sentence_features, trim_left_padding=self.trim_left_padding, media_tokens=self._media_tokens
+                sentence_features,
+                trim_left_padding=self.trim_left_padding,
+                length_multiple=COMPILED_MULTIPLE if is_compiled(self.model) else 1,
+                media_tokens=self._media_tokens,
             )
             count = next(iter(rows.values())).count
             if with_replay and self.differentiated_samples is not None:

@@ -20,6 +20,8 @@ from tqdm.auto import tqdm
 
 from st_cached_extras.distributed.engines import Engine
 from st_cached_extras.distributed.world import RankError, World
+from st_cached_extras.levers import LEVERS
+from st_cached_extras.replay.axes import to_device
 from st_cached_extras.replay.columns import Column
 from st_cached_extras.replay.embedding_rows import embedding_gradients_by_rows
 from st_cached_extras.replay.loop import replay_mini_batches
@@ -138,7 +140,9 @@ class Passes:
                 embeddings = self._extract(self._engine.collect(features))
             if index == 0:
                 column.embeddings = _row_buffer(column.rows.count, embeddings)
-            column.embeddings[rows.to(embeddings.device)] = embeddings.detach().to(column.embeddings.dtype)
+            column.embeddings.index_copy_(
+                0, to_device(rows, embeddings.device), embeddings.detach().to(column.embeddings.dtype)
+            )
             if look and embeddings.requires_grad:
                 column.trainable = index
             if index < to_keep and embeddings.requires_grad:
@@ -181,10 +185,11 @@ class Passes:
             features = column.rows.take(rows)
             with column.random_states[index] or nullcontext(), self._autocast.restore():
                 embeddings = self._extract(self._engine.replay(features, last=last))
-        return [(embeddings, cotangent[rows.to(cotangent.device)])]
+        return [(embeddings, cotangent.index_select(0, to_device(rows, cotangent.device)))]
 
     def _embedding_gradients(self) -> AbstractContextManager[None]:
-        return embedding_gradients_by_rows(self._engine.model) if self._is_plain else nullcontext()
+        by_rows = self._is_plain and LEVERS.embedding_rows
+        return embedding_gradients_by_rows(self._engine.model) if by_rows else nullcontext()
 
     def _progress(self, total: int, description: str) -> tqdm:
         return tqdm(total=total, desc=f"{description} mini-batches", disable=not self._show_progress_bar, leave=False)
@@ -198,8 +203,10 @@ def _same_state(first: RandContext, second: RandContext) -> bool:
 
 
 def _row_buffer(count: int, embeddings: Tensor) -> Tensor:
-    """Room for the embeddings of all rows, in at least fp32: cotangents far below fp16's range must survive."""
-    dtype = torch.promote_types(embeddings.dtype, torch.float32)
+    """Room for the embeddings of all rows. Their cotangents have the same dtype, so fp16, below whose range they may
+    fall, is widened; bf16, which has the range of fp32, stays as it is until a chunk of scores is computed."""
+    stays = embeddings.dtype == torch.bfloat16
+    dtype = embeddings.dtype if stays else torch.promote_types(embeddings.dtype, torch.float32)
     return torch.empty((count, *embeddings.shape[1:]), dtype=dtype, device=embeddings.device)
 
 

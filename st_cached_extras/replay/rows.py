@@ -52,6 +52,8 @@ class FeatureRows:
             ``pixel_values`` [B, frames, channels, height, width]. Never modified.
         trim_left_padding: also cut off leading padding that all rows of a mini-batch share. Exact for models with
             relative (rotary) positions, wrong for absolute ones.
+        length_multiple: leave so much padding that mini-batches are as long as a multiple of this, as far as there is
+            any: few lengths, for models that are compiled for each.
         media_tokens: token ids that stand for an "image", "video" or "audio" clip in ``input_ids``. They help where
             ST does not say how many each row has, see :func:`~st_cached_extras.replay.media.media_tokens_of`.
 
@@ -73,13 +75,14 @@ class FeatureRows:
         features: Mapping[str, Any],
         *,
         trim_left_padding: bool = False,
+        length_multiple: int = 1,
         media_tokens: Mapping[str, int] | None = None,
     ) -> None:
         self._features = dict(features)
         if "cu_seq_lens_q" in features:
             layout = flattened_layout(features, _NEVER_INDEXED)
         else:
-            layout = _padded_layout(self._features, trim_left_padding, media_tokens or {})
+            layout = _padded_layout(self._features, trim_left_padding, length_multiple, media_tokens or {})
         self._axes = layout.axes
         self.count: int = layout.count
         self.lengths: Tensor | None = layout.lengths
@@ -103,7 +106,9 @@ class FeatureRows:
         return taken
 
 
-def _padded_layout(features: Mapping[str, Any], trim_left_padding: bool, media_tokens: Mapping[str, int]) -> Layout:
+def _padded_layout(
+    features: Mapping[str, Any], trim_left_padding: bool, length_multiple: int, media_tokens: Mapping[str, int]
+) -> Layout:
     """The layout of features that hold rows x tokens, or no tokens at all."""
     axes: dict[str, Axis] = {key: Setting() for key, value in features.items() if _is_setting(key, value)}
     entries = {key: value for key, value in features.items() if key not in axes}
@@ -151,9 +156,9 @@ def _padded_layout(features: Mapping[str, Any], trim_left_padding: bool, media_t
     if mask is not None and may_trim:
         end = host["end"]
         first = host["first"] if trim_left_padding else torch.zeros_like(end)
-        token_axis = Tokens(first, end, width)
+        token_axis = Tokens(first, end, width, length_multiple)
         # Rows without an active token may be computed at the whole width.
-        layout.lengths = torch.where(end == 0, width, end - first)
+        layout.lengths = torch.where(end == 0, width, token_axis.rounded(end - first))
     for key in named:
         _check_named(key, entries[key], layout.count, width)
         axes[key] = token_axis if key in _TOKEN_KEYS else Rows()
