@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import datasets
 from datasets import Dataset
 
+from st_cached_extras.data import DataError, check_text, first_of_each, load_rows, take_columns
 from st_cached_extras.data.docstrings import docstring_pairs
 
 PACKAGES = ("sentence_transformers", "datasets", "accelerate", "transformers", "torch")
@@ -22,23 +20,21 @@ def text_pairs(source: str | None, columns: list[str] | None, count: int, seed: 
         seed: of the order.
     """
     if source is None:
-        queries, answers = zip(*docstring_pairs(PACKAGES), strict=True)
-        pairs = Dataset.from_dict({"query": queries, "answer": answers})
+        pairs = docstrings()
     else:
-        pairs = load(source)
-        columns = pairs.column_names[:2] if columns is None else columns
-        if len(columns) != 2 or not set(columns) <= set(pairs.column_names):
-            raise ValueError(f"--columns is {columns}; expected two of {pairs.column_names}.")
-        pairs = pairs.select_columns(columns).rename_columns(dict(zip(columns, ("query", "answer"), strict=True)))
-    first = {query: row for row, query in reversed(list(enumerate(pairs["query"])))}
-    pairs = pairs.select(sorted(first.values())).shuffle(seed=seed)
+        pairs = load_rows(source)
+        found = pairs.column_names
+        columns = found[:2] if columns is None else columns
+        if len(columns) != 2 or not set(columns) <= set(found):
+            raise DataError(f"--columns is {columns}; expected two of {found}.")
+        pairs = take_columns(pairs, dict(zip(("query", "answer"), columns, strict=True)))
+        for column, name in zip(("query", "answer"), columns, strict=True):
+            check_text(pairs, column, f"--columns {name}")
+    pairs = first_of_each(pairs, "query").shuffle(seed=seed)
     return pairs.select(range(min(count, len(pairs))))
 
 
-def load(source: str) -> Dataset:
-    """The training split of a dataset from the Hub or from this machine."""
-    file = Path(source)
-    if file.is_file():
-        kind = {".jsonl": "json"}.get(file.suffix, file.suffix.removeprefix("."))
-        return datasets.load_dataset(kind, data_files=source, split="train")
-    return datasets.load_dataset(source, split="train")
+def docstrings() -> Dataset:
+    """Columns "query", what a class or function of the installed packages is called, and "answer", what it does."""
+    queries, answers = zip(*docstring_pairs(PACKAGES), strict=True)
+    return Dataset.from_dict({"query": queries, "answer": answers})

@@ -49,7 +49,7 @@ def tiny_video_tower(
     had_progress_bar = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
-        text = _text_tower(Path(folder) / "text", captions)
+        text = text_tower(Path(folder) / "text", captions)
         video = _video_tower(Path(folder) / "video", num_frames, image_size)
     if had_progress_bar:
         logging.enable_progress_bar()
@@ -61,7 +61,14 @@ def tiny_video_tower(
     return SentenceTransformer(modules=[router], **kwargs)
 
 
-def _text_tower(folder: Path, captions: Iterable[str]) -> Transformer:
+def tiny_text_model(texts: Iterable[str], **kwargs) -> SentenceTransformer:
+    """The text tower alone, with the words of some texts for a vocabulary."""
+    with tempfile.TemporaryDirectory() as folder:
+        return SentenceTransformer(modules=[text_tower(Path(folder), texts), Pooling(HIDDEN, "mean")], **kwargs)
+
+
+def text_tower(folder: Path, captions: Iterable[str]) -> Transformer:
+    """A one-layer DistilBERT over whole words, which passes through a folder."""
     words = sorted({word for caption in captions for word in caption.lower().split()})
     vocabulary = {word: index for index, word in enumerate(["[PAD]", "[UNK]", *words])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
@@ -82,7 +89,7 @@ def _text_tower(folder: Path, captions: Iterable[str]) -> Transformer:
         dropout=0.0,
         attention_dropout=0.0,
     )
-    return _as_transformer(DistilBertModel(config), folder)
+    return as_transformer(DistilBertModel(config), folder)
 
 
 def _video_tower(folder: Path, num_frames: int, image_size: int) -> Transformer:
@@ -103,10 +110,11 @@ def _video_tower(folder: Path, num_frames: int, image_size: int) -> Transformer:
         intermediate_size=2 * HIDDEN,
         use_mean_pooling=True,
     )
-    return _as_transformer(VideoMAEModel(config), folder)
+    return as_transformer(VideoMAEModel(config), folder)
 
 
-def _as_transformer(model: PreTrainedModel, folder: Path) -> Transformer:
+def as_transformer(model: PreTrainedModel, folder: Path) -> Transformer:
+    """A model as the first module of a sentence-transformer; its processor is in the folder already."""
     # Not model.save_pretrained, which writes on the first of several ranks alone.
     model.config.save_pretrained(folder)
     save_file(model.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})

@@ -118,14 +118,18 @@ def draw(scene: Scene, rng: np.random.Generator) -> np.ndarray:
     margin = radius + np.abs(velocity) * (FRAMES - 1) / 2
     middle = rng.uniform(margin, SIDE - margin)
     time = np.arange(FRAMES) - (FRAMES - 1) / 2
-    centre = middle + time[:, None] * velocity  # [8, 2]
+    return paint(scene.shape, scene.colour, radius, middle + time[:, None] * velocity, rng)
+
+
+def paint(shape: str, colour: str, radius: float, centre: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Pictures of a shape with its centre at x, y [N, 2] in pixels, over a random grey: uint8 [N, 56, 56, 3]."""
     y, x = np.mgrid[:SIDE, :SIDE].astype(np.float32) + 0.5
-    x = x - centre[:, 0, None, None].astype(np.float32)  # [8, 56, 56]
+    x = x - centre[:, 0, None, None].astype(np.float32)  # [N, 56, 56]
     y = y - centre[:, 1, None, None].astype(np.float32)
-    coverage = np.clip(0.5 - _distance(scene.shape, x, y, radius), 0, 1)[..., None]  # soft edge, one pixel wide
+    coverage = np.clip(0.5 - _distance(shape, x, y, radius), 0, 1)[..., None]  # soft edge, one pixel wide
     background = np.float32(rng.uniform(0, 40))
-    contrast = np.array(COLOURS[scene.colour], np.float32) - background
-    return (background + coverage * contrast + 0.5).astype(np.uint8)  # [8, 56, 56, 3]
+    contrast = np.array(COLOURS[colour], np.float32) - background
+    return (background + coverage * contrast + 0.5).astype(np.uint8)  # [N, 56, 56, 3]
 
 
 def _distance(shape: str, x: np.ndarray, y: np.ndarray, radius: float) -> np.ndarray:

@@ -68,6 +68,13 @@ def load_splits(
     return (DatasetDict(train) if len(train) > 1 else next(iter(train.values()))), evaluation
 
 
+def decoded(rows: Rows | DatasetDict, decode: Callable[[Rows], Rows]) -> Rows | DatasetDict:
+    """Rows as ``decode`` makes them, of each dataset where there are several."""
+    return (
+        DatasetDict({k: decode(part) for k, part in rows.items()}) if isinstance(rows, DatasetDict) else decode(rows)
+    )
+
+
 def first_rows(rows: Dataset, count: int | None) -> Dataset:
     """The first rows, or all."""
     return rows if count is None or count >= len(rows) else rows.select(range(count))
