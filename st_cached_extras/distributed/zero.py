@@ -7,7 +7,7 @@ last one are told that they end nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -52,7 +52,13 @@ class ZeROEngine(Engine):
     def synchronises(self) -> bool:
         return self.model.is_gradient_accumulation_boundary()
 
+    def deferring(self, last: bool) -> AbstractContextManager[None]:
+        return nullcontext() if last else deepspeed_between_boundaries(self.model)
+
     def backward(self, surrogate: Tensor, *, last: bool) -> None:
+        if not self.inside_backward and reached_leaves(surrogate).isdisjoint(self._trainable()):
+            surrogate.backward()  # it runs stages again, and one of them has an engine of its own around this model
+            return
         first, self._begun = not self._begun, not last
         partitioned = self.model.zero_optimization_stage() == 3
         deferred = self.defer_reduction and self.model.zero_optimization_stage() > 1  # ZeRO-1 defers anyway

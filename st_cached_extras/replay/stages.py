@@ -10,7 +10,8 @@ through everything.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,9 @@ import torch
 from sentence_transformers.base.losses import RandContext
 from torch import Tensor
 
-from st_cached_extras.distributed.engines import engine_of
+from st_cached_extras.distributed.engines import DDPEngine, Engine, engine_of
+from st_cached_extras.distributed.world import RankError, World
+from st_cached_extras.distributed.zero import ZeROEngine
 from st_cached_extras.replay.cotangents import surrogate
 from st_cached_extras.replay.passes import AutocastState
 
@@ -56,9 +59,9 @@ class Staged:
     """A chain of stages, trained with the graph of one mini-batch of one stage in memory.
 
     Stages compute row by row, and the same when they run again: random numbers and autocast are those of the first
-    time; statistics of the batch in train mode would not be. A stage may be wrapped by DistributedDataParallel; its
-    gradients are synchronised once, in the last mini-batch of :meth:`FeatureGradientReplay.replay` if ``model`` says
-    which module is wrapped.
+    time; statistics of the batch in train mode would not be. A stage may be wrapped by DistributedDataParallel, FSDP2
+    or DeepSpeed: :meth:`FeatureGradientReplay.replay` ends the step with its last mini-batch if ``model`` says which
+    module is wrapped. Under FSDP2 and DeepSpeed, ranks must collect equally often; how many rows each time is free.
 
     Args:
         *stages: from first to last, :class:`Stage` or ``(name, run)``.
@@ -66,7 +69,8 @@ class Staged:
             mini-batch. ``math.inf`` compares nothing, and saves a synchronisation with the device per mini-batch.
 
     Raises:
-        TypeError, ValueError: no stage, two of one name, something that cannot be called, or a number out of range.
+        TypeError, ValueError: no stage, two of one name, something that cannot be called, a number out of range, or
+            DeepSpeed around a frozen stage.
 
     Example:
         >>> staged = Staged(("generator", generator), ("decoder", decoder), ("encoders", {"a": a, "b": b}))
@@ -102,7 +106,8 @@ class Staged:
         random_states = []
         autocast = AutocastState.capture(next(iter(values[0].values())).device)
         for link in self._links:
-            outputs, states = link.run(values[-1])
+            with link.naming_failures():
+                outputs, states = link.run(values[-1])
             # What enters a stage asks for a gradient, if it can have one: the stage before needs it.
             outputs = {name: x.detach() for name, x in outputs.items()}
             values.append({name: x.requires_grad_(x.is_floating_point()) for name, x in outputs.items()})
@@ -140,7 +145,8 @@ class StagedPass:
 
         Raises:
             ValueError: the rows were collected with ``replayed=False``.
-            ParityError: in the backward, if a stage's second output is not its first; zero the gradients then.
+            ParityError: in the backward, if a stage's second output is not its first; zero the gradients then. Where
+                gradients are synchronised, a :class:`~st_cached_extras.RankError` on all ranks.
         """
         if self._random_states is None:
             raise ValueError("Nothing was kept to run these rows again: collect them with replayed=True.")
@@ -153,18 +159,28 @@ class StagedPass:
 
     def run_again(self, cotangents: Named, synchronising: list[list[bool]]) -> Named:
         """Run the stages again, last to first, each to turn cotangents of its output into those of its input."""
-        with torch.enable_grad(), self._autocast.restore():
-            for index in reversed(range(len(self._values) - 1)):
-                cotangents = self._staged._links[index].run_again(
-                    self._values[index],
-                    self._values[index + 1],
-                    cotangents,
-                    self._random_states[index],
-                    synchronising[index],
-                    self._staged.tolerance,
-                )
-                if not cotangents:  # nothing before this stage can have a gradient
-                    break
+        links = self._staged._links
+        waiting = [world for link, flags in zip(links, synchronising, strict=True) for world in link.waiting(flags)]
+        world = next((world for world in waiting if world.size > 1), World())
+        try:
+            with torch.enable_grad(), self._autocast.restore():
+                for index in reversed(range(len(links))):
+                    with links[index].naming_failures():
+                        cotangents = links[index].run_again(
+                            self._values[index],
+                            self._values[index + 1],
+                            cotangents,
+                            self._random_states[index],
+                            synchronising[index],
+                            self._staged.tolerance,
+                        )
+                    if not cotangents:  # nothing before this stage can have a gradient
+                        break
+        except RankError:
+            raise
+        except Exception as error:
+            world.raise_together(error)  # the others hear of it where they are about to wait for this rank
+        world.raise_together(None)
         return cotangents
 
 
@@ -194,6 +210,11 @@ class _Link:
             raise TypeError(f"Stage {stage.name!r} must be a callable or a mapping of callables, got {stage.run!r}.")
         self.engines = {branch: engine_of(run) for branch, run in self.runs.items()}
         for branch, run in self.runs.items():
+            if stage.frozen and isinstance(self.engines[branch], ZeROEngine):
+                raise ValueError(
+                    f"{self._title(branch)} is frozen, and wrapped by DeepSpeed, which knows no backward without "
+                    "gradients of parameters. Hand over the module itself, or shard it by FSDP2."
+                )
             size = self._mini_batch_size(run)
             if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
                 raise ValueError(f"{self._title(branch)}: mini_batch_size must be a number of rows, got {size!r}.")
@@ -201,16 +222,35 @@ class _Link:
     def synchronising(self) -> list[bool]:
         return [engine.synchronises for engine in self.engines.values()]
 
+    def waiting(self, synchronising: list[bool]) -> Iterator[World]:
+        """Of every branch, the ranks that will wait for this one in the last mini-batch, and in no other."""
+        for engine, synchronises in zip(self.engines.values(), synchronising, strict=True):
+            meets = isinstance(engine, DDPEngine) and synchronises and not self.stage.frozen
+            yield engine.world if meets else World()
+
+    @contextmanager
+    def naming_failures(self) -> Iterator[None]:
+        """Of what ranks wait for in every mini-batch."""
+        with ExitStack() as stack:
+            for engine in self.engines.values():
+                stack.enter_context(engine.naming_failures())
+            yield
+
     def run(self, inputs: Named) -> tuple[Named, list[RandContext]]:
         """The stage's output, and the random state before every mini-batch."""
         outputs: Named = {}
         random_states = []
         for branch, engine in self.engines.items():
             parts = []
-            for rows in self._mini_batches(branch, inputs):
+            mini_batches = self._mini_batches(branch, inputs)
+            missing = _missing(mini_batches, engine)
+            for rows in mini_batches:
                 taken = {name: x[rows] for name, x in inputs.items()}
                 random_states.append(RandContext(*taken.values()))
                 parts.append(self._checked(branch, taken, engine.collect(_as_value(taken))))
+            for _ in range(missing):
+                with RandContext(*taken.values()):
+                    engine.collect(_as_value(taken))
             outputs.update({name: torch.cat([part[name] for part in parts]) for name in parts[0]})
         return outputs, random_states
 
@@ -227,19 +267,28 @@ class _Link:
         gradients = {name: torch.zeros_like(x, dtype=_wide(x)) for name, x in inputs.items() if x.requires_grad}
         reached = False
         states = iter(random_states)
-        for (branch, engine), synchronises in zip(self.engines.items(), synchronising, strict=True):
+        waiting = self.waiting(synchronising)
+        for (branch, engine), synchronises, world in zip(self.engines.items(), synchronising, waiting, strict=True):
             mini_batches = self._mini_batches(branch, inputs)
-            for rows in mini_batches:
+            missing = _missing(mini_batches, engine)
+            of_branch = [next(states) for _ in mini_batches]
+            for step in range(-missing, len(mini_batches)):
+                rows, state = mini_batches[max(step, 0)], of_branch[max(step, 0)]
+                factor = torch.tensor(float(step >= 0))  # what is missing runs with cotangents of zero
                 taken = {name: x[rows].detach().requires_grad_(x.requires_grad) for name, x in inputs.items()}
-                last = synchronises and rows is mini_batches[-1]
-                with next(states):
+                last = synchronises and step == len(mini_batches) - 1
+                if last:  # an engine may synchronise buffers in its last forward, and gradients in the backward
+                    world.raise_together(None)
+                with state:
                     again = self._checked(branch, taken, engine.replay(_as_value(taken), last=last))
                 surrogates = []
                 for name, x in again.items():
                     if tolerance < math.inf:
                         self._check_parity(branch, x.detach(), outputs[name][rows].detach(), tolerance)
                     if x.requires_grad:
-                        surrogates.append(surrogate(x, cotangents[name][rows], torch.ones((), device=x.device)))
+                        surrogates.append(surrogate(x, cotangents[name][rows], factor.to(x.device)))
+                if last:
+                    world.raise_together(None)
                 if not surrogates:
                     continue
                 leaves = [taken[name] for name in gradients]
@@ -298,6 +347,11 @@ class _Link:
 
     def _title(self, branch: str | None) -> str:
         return f"Stage {self.stage.name!r}" + ("" if branch is None else f", branch {branch!r},")
+
+
+def _missing(mini_batches: list[slice], engine: Engine) -> int:
+    """How many mini-batches more than this one another rank runs, where all must run equally many."""
+    return engine.world.max_count(len(mini_batches)) - len(mini_batches) if engine.shards else 0
 
 
 def _by_name(value: Value) -> Named:
