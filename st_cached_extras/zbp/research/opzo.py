@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from st_cached_extras.zbp.estimators import LayerCall
 
 OPZO = "opzo"
-_UPDATES = "opzo.updates"
+_MATRIX, _WEIGHT, _UPDATES = "opzo.matrix.", "opzo.weight.", "opzo.updates"
 
 
 def pseudo_zeroth_order(call: LayerCall) -> Tensor:
@@ -40,13 +40,13 @@ def pseudo_zeroth_order(call: LayerCall) -> Tensor:
     """
     error = transported(call, output_error(call))
     layout = FeedbackLayout(call, error.shape)
-    total = call.memory.get(f"opzo.{layout.key}")
+    total = call.memory.get(f"{_MATRIX}{layout.key}")
     if total is None:
         raise ValueError(
             f"mode='opzo' has no feedback matrix for the layer {call.name!r} and sizes {layout.key} yet: set "
             "opzo_alpha, with which every forward teaches it, or call opzo_update(model, forward) before."
         )
-    matrix = (total / call.memory[f"opzo.{layout.key}.weight"]).to(call.x.device)
+    matrix = (total / call.memory[f"{_WEIGHT}{layout.key}"]).to(call.x.device)
     return layout.project(error, matrix).to(call.x.dtype)
 
 
@@ -145,9 +145,9 @@ class Perturbation:
         memory = state.memory
         for call, z in self.passes:
             layout = FeedbackLayout(call, moved.shape)
-            key, new = f"opzo.{layout.key}", layout.mean_outer(moved, z)
-            weight = memory.get(f"{key}.weight", torch.tensor(0.0, dtype=torch.float64))
-            total = memory[key].to(new.device) if key in memory else torch.zeros_like(new)
-            memory[key] = decay * total + (1 - decay) * new
-            memory[f"{key}.weight"] = decay * weight + (1 - decay)
+            matrix, weight = f"{_MATRIX}{layout.key}", f"{_WEIGHT}{layout.key}"
+            new = layout.mean_outer(moved, z)
+            total = memory[matrix].to(new.device) if matrix in memory else torch.zeros_like(new)
+            memory[matrix] = decay * total + (1 - decay) * new
+            memory[weight] = decay * memory.get(weight, torch.tensor(0.0, dtype=torch.float64)) + (1 - decay)
         memory[_UPDATES] = memory.get(_UPDATES, torch.tensor(0)) + 1

@@ -86,7 +86,7 @@ class ProbedScores(TorchFunctionMode):
             groups = query.shape[-3] // key.shape[-3]
             key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
         rows, columns = query.shape[-2], key.shape[-2]
-        allowed, bias = _allowed(attn_mask, is_causal, rows, columns, query.device)
+        allowed, bias = _masks(attn_mask, is_causal, rows, columns, query.device)
         settings = _Settings(
             call=self._call,
             index=self._met,
@@ -161,7 +161,9 @@ def probe_scores(S: Tensor, R: Tensor, allowed: Tensor, settings: _Settings) -> 
     call, config = settings.call, settings.call.config
     rows, columns = S.shape[-2:]
     width = columns if settings.window is None else min(settings.window, columns)
-    probed = allowed & _within(rows, columns, width, S.device) if settings.window is not None else allowed
+    probed = _softmax(S, allowed) > 0  # whatever masks a score, by a bool or by a number
+    if settings.window is not None:
+        probed = probed & _within(rows, columns, width, S.device)
     n = default_probes(width) if config.n_probes is None else config.n_probes
     generator = call.generator("scores", settings.index)
     units = S[..., 0].numel()
@@ -190,19 +192,16 @@ def _softmax(S: Tensor, allowed: Tensor) -> Tensor:
     return P * allowed
 
 
-def _allowed(
+def _masks(
     mask: Tensor | None, is_causal: bool, rows: int, columns: int, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
     """Which scores count, bool [.., Tq, Tk], and what is added to them."""
     allowed = torch.ones(rows, columns, dtype=torch.bool, device=device)
     if is_causal:
         allowed = allowed.tril()
-    if mask is None:
-        return allowed, None
-    if mask.dtype == torch.bool:
-        return allowed & mask, None
-    reached = mask > torch.finfo(mask.dtype).min / 2
-    return allowed & reached, mask.masked_fill(~reached, 0)
+    if mask is None or mask.dtype == torch.bool:
+        return (allowed if mask is None else allowed & mask), None
+    return allowed, mask  # also where it is very negative: added, as attention does
 
 
 def _within(rows: int, columns: int, width: int, device: torch.device) -> Tensor:

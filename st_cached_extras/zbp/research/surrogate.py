@@ -49,8 +49,10 @@ def linear_map(call: LayerCall, layout: FeedbackLayout) -> Tensor | None:
     ridge = call.config.surrogate_ridge * xx.diagonal()[:-1].mean().clamp_min(torch.finfo(xx.dtype).tiny ** 0.5)
     damping = torch.ones_like(xx[0]) * ridge
     damping[-1] = 0  # the constant is not shrunk
-    # The variant that does not report errors to the host.
-    return torch.linalg.solve_ex(xx + damping.diag(), xy).result[:-1]
+    # The ridge makes it positive definite; none of these reports errors to the host.
+    L = torch.linalg.cholesky_ex(xx + damping.diag()).L
+    half = torch.linalg.solve_triangular(L, xy, upper=False)
+    return torch.linalg.solve_triangular(L.mT, half, upper=True)[:-1]
 
 
 class SurrogateControl:
