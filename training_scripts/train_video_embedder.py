@@ -42,7 +42,7 @@ from st_cached_extras.recipes.arguments import (
 from st_cached_extras.recipes.errors import UsageError
 from st_cached_extras.recipes.finish import finish
 from st_cached_extras.recipes.hub import take_push
-from st_cached_extras.recipes.models import add_lora, keep_frames, knows_time, load_model, router_mapping
+from st_cached_extras.recipes.models import add_lora, knows_time, load_model, router_mapping
 from st_cached_extras.recipes.run import run
 from st_cached_extras.recipes.splits import columns_of, decoded, load_splits, with_media, without_broken
 from st_cached_extras.recipes.training import check_training, make_losses, stop_early
@@ -108,8 +108,6 @@ def main() -> None:
         args.learning_rate = 1.5e-3 if script.model is None else 2e-4 if script.lora_rank else 2e-5
 
     # Clips become frames where they are read, in the workers; a model that asks when a frame was is told.
-    keep_frames(model)
-
     def decode(rows: Any) -> Any:
         sampling = {"num_frames": script.num_frames, "fps": script.fps, "size": script.frame_size}
         rows = decode_videos(rows, "video", **sampling, with_metadata=knows_time(model))

@@ -92,8 +92,9 @@ def read_clip(
     """Frames of a clip as from `read_video`, and what vision-language models ask of them.
 
     Returns:
-        Frames, uint8 of shape [frames, height, width, 3], and of the whole clip "fps" (None where it does not say),
-        "total_num_frames", "duration" in seconds, and "frames_indices", which of its frames these are.
+        Frames, uint8 of shape [frames, height, width, 3], and, of the clip that they make: "fps" (None where the file
+        does not say), "total_num_frames", "duration" in seconds, and "frames_indices", all of them. A processor that
+        draws frames by itself so draws from these, and finds each where it looks for it.
     """
     name = name or _describe(source)
     if isinstance(source, bytes | bytearray | memoryview):
@@ -109,12 +110,12 @@ def read_clip(
         raise BrokenClipError(f"Cannot decode the video {name}: {type(error).__name__}: {error}") from error
     if decoded is None:
         raise BrokenClipError(f"Cannot decode the video {name}: it has no video stream, or no frame in it.")
-    frames, indices, total, rate = decoded
+    frames, total, rate = decoded
     metadata = {
-        "fps": rate,
-        "total_num_frames": total,
+        "fps": rate and rate * len(frames) / total,
+        "total_num_frames": len(frames),
         "duration": rate and total / rate,
-        "frames_indices": indices.tolist(),
+        "frames_indices": list(range(len(frames))),
     }
     return frames, metadata
 
@@ -281,8 +282,8 @@ def _decoder() -> Any:
     return _decode_torchcodec
 
 
-def _decode_av(source: bytes | str, sampling: Sampling) -> tuple[np.ndarray, np.ndarray, int, float | None] | None:
-    """Frames [frames, height, width, 3], which they are, of how many, at how many a second; None if there are none."""
+def _decode_av(source: bytes | str, sampling: Sampling) -> tuple[np.ndarray, int, float | None] | None:
+    """Frames [frames, height, width, 3], of how many, at how many a second; None if there are none."""
     total, rate = _count_packets(source)
     while True:
         # Frames that are not kept are decoded but never converted: a long clip needs no more memory than a short one.
@@ -299,7 +300,7 @@ def _decode_av(source: bytes | str, sampling: Sampling) -> tuple[np.ndarray, np.
         if decoded == 0:
             return None
         if decoded == total:
-            return np.stack(frames), indices, total, rate
+            return np.stack(frames), total, rate
         total = decoded  # packets are not always frames: once more, with the true count
 
 
@@ -341,9 +342,7 @@ def _count_packets(source: bytes | str) -> tuple[int, float | None]:
         return max(1, packets), float(rate) if rate else None
 
 
-def _decode_torchcodec(
-    source: bytes | str, sampling: Sampling
-) -> tuple[np.ndarray, np.ndarray, int, float | None] | None:
+def _decode_torchcodec(source: bytes | str, sampling: Sampling) -> tuple[np.ndarray, int, float | None] | None:
     from torchcodec.decoders import VideoDecoder
 
     decoder = VideoDecoder(source, dimension_order="NHWC")
@@ -355,7 +354,7 @@ def _decode_torchcodec(
     if (shape := sampling.shape(*frames.shape[1:3])) != tuple(frames.shape[1:3]):
         scaled = interpolate(frames.permute(0, 3, 1, 2), shape, mode="bilinear", antialias=True)
         frames = scaled.permute(0, 2, 3, 1)
-    return frames.numpy(), indices, len(decoder), rate
+    return frames.numpy(), len(decoder), rate
 
 
 def _is_remote(path: str) -> bool:

@@ -63,18 +63,6 @@ def knows_time(model: SentenceTransformer) -> bool:
     )
 
 
-def keep_frames(model: SentenceTransformer) -> None:
-    """Let the model's processors take the frames of a clip as they come.
-
-    Some draw frames by themselves (Qwen3-VL: two a second): from clips of which frames were drawn already that is
-    once too often, and by indices that are not there.
-    """
-    for part in transformers_of(model):
-        if getattr(getattr(part.processor, "video_processor", None), "do_sample_frames", False):
-            video = {**part.processing_kwargs.get("video", {}), "do_sample_frames": False}
-            part.processing_kwargs = {**part.processing_kwargs, "video": video}
-
-
 def router_mapping(model: SentenceTransformer, query: str, answer: str) -> dict[str, str]:
     """Which column goes which way, for a model with a Router, which the Trainer will not guess."""
     return {query: "query", answer: "document"} if isinstance(model[0], Router) else {}

@@ -1,7 +1,7 @@
 """Tiny, randomly initialised image, video and vision-language models built from configs, one per form of input.
 
 What matters here is how each lays out its visual inputs: a grid of patches (Qwen2-VL, 2.5-VL, 3-VL), one tensor per
-image (LLaVA-OneVision), one per sample (Idefics3, CLIP, SigLIP, V-JEPA 2).
+image (LLaVA-OneVision), one per sample (Idefics3, SmolVLM, CLIP, SigLIP, V-JEPA 2).
 """
 
 from __future__ import annotations
@@ -245,6 +245,29 @@ def tiny_idefics3(seed: int = 0) -> SentenceTransformer:
         images, tokenizer, image_seq_len=(PIXELS // PATCH // 2) ** 2, chat_template=tokenizer.chat_template
     )
     return _as_model(transformers.Idefics3Model(config), processor)
+
+
+def tiny_smolvlm(seed: int = 0) -> SentenceTransformer:
+    """SmolVLM: as Idefics3, and a video is its frames as so many images, with the time of each in words before it."""
+    torch.manual_seed(seed)
+    tokenizer = chat_tokenizer("right", "<image>", "<video>")
+    config = transformers.SmolVLMConfig(
+        text_config={"model_type": "llama", **_text_config(tokenizer)},
+        vision_config=_vision_config("smolvlm_vision"),
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        scale_factor=2,
+    )
+    edge = {"longest_edge": PIXELS}
+    processor = transformers.SmolVLMProcessor(
+        transformers.SmolVLMImageProcessor(size=edge, max_image_size=edge, do_image_splitting=False),
+        tokenizer,
+        transformers.SmolVLMVideoProcessor(
+            size=edge, max_image_size=edge, video_sampling={"max_frames": 4, "fps": 4, "video_size": edge}
+        ),
+        image_seq_len=(PIXELS // PATCH // 2) ** 2,
+        chat_template=tokenizer.chat_template,
+    )
+    return _as_model(transformers.SmolVLMModel(config), processor)
 
 
 def _vision_config(model_type: str) -> dict:
