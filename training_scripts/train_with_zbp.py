@@ -32,7 +32,7 @@ from transformers import HfArgumentParser, set_seed
 
 from st_cached_extras import CachedInfoNCELoss, ReplaySentenceTransformerTrainer
 from st_cached_extras.cards import ReplayModelCardData, command_line, describe_dataset, markdown_table
-from st_cached_extras.zbp import ZBPRecorder, remove_zbp, zbp_stats
+from st_cached_extras.zbp import ZBPRecorder, remove_zbp, total_queries
 from st_cached_extras.zbp.ladder import (
     Arm,
     int8_arms,
@@ -60,6 +60,7 @@ class ScriptArguments:
     eval_pairs: int = field(default=1000, metadata={"help": "Pairs held out, at most a tenth."})
     arms: list[str] | None = field(default=None, metadata={"help": "Names of arms. Default: all."})
     probes: list[int] = field(default_factory=lambda: [16, 64], metadata={"help": "Budgets of ZBP."})
+    modes: list[str] = field(default_factory=list, metadata={"help": "More arms, such as dfa, or ZBPConfig JSON."})
     int8_layers: int = field(default=2, metadata={"help": "How many of the last layers compute in int8."})
     mini_batch_size: int = field(default=32, metadata={"help": "Rows that are embedded at once."})
     record_every: int = field(default=0, metadata={"help": "Compare with exact gradients every so many steps."})
@@ -100,9 +101,8 @@ def main() -> None:
         if arm.trains:
             fit(model, arm, train, args, script, folder)
         scores = evaluator(model)
-        queries = sum(layer["queries"] for layer in zbp_stats(model).values())
         recall, mrr = scores["held_out_cosine_accuracy@1"], scores["held_out_cosine_mrr@10"]
-        rows.append({"Arm": arm.name, "R@1": float(recall), "MRR@10": float(mrr), "Queries": queries})
+        rows.append({"Arm": arm.name, "R@1": float(recall), "MRR@10": float(mrr), "Queries": total_queries(model)})
         print(rows[-1], flush=True)
         if arm.name != "exact" and recall > best_score:
             best, best_score = (arm.name, model), recall
@@ -140,11 +140,11 @@ def model_with_hardware(script: ScriptArguments) -> SentenceTransformer:
 
 def arms_of(script: ScriptArguments) -> list[Arm]:
     """The arms of the scenario that were asked for."""
-    probes = tuple(script.probes)
+    budgets = tuple(script.probes), tuple(script.modes)
     if script.scenario == "optical":
-        arms = optical_arms(probes)
+        arms = optical_arms(*budgets)
     else:
-        arms = int8_arms(last_layers(model_with_hardware(script), script.int8_layers), probes)
+        arms = int8_arms(last_layers(model_with_hardware(script), script.int8_layers), *budgets)
     if unknown := set(script.arms or ()) - {arm.name for arm in arms}:
         raise ValueError(f"--arms has {sorted(unknown)}; the arms are {[arm.name for arm in arms]}.")
     return [arm for arm in arms if script.arms is None or arm.name in script.arms]

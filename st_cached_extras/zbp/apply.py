@@ -173,9 +173,7 @@ def set_mode(model: nn.Module, mode: str, **changes: Any) -> None:
     """
     blocks = zbp_blocks(model)
     if not blocks:
-        raise ValueError(
-            "set_mode changes layers with an estimated backward; the model has none. Call apply_zbp."
-        )
+        raise ValueError("set_mode changes layers with an estimated backward; the model has none. Call apply_zbp.")
     configs = [block.zbp.config.replace(mode=mode, **changes) for block in blocks.values()]
     for block, config in zip(blocks.values(), configs, strict=True):
         block.zbp.configure(config)

@@ -15,7 +15,7 @@ from typing import Any
 from sentence_transformers import SentenceTransformer
 
 from st_cached_extras.cards.figures import save_png
-from st_cached_extras.zbp.apply import apply_zbp, list_of_layers
+from st_cached_extras.zbp.apply import apply_zbp, list_of_layers, set_mode
 from st_cached_extras.zbp.config import ZBPConfig
 from st_cached_extras.zbp.hardware import LinearSurrogate, OpticalHead, fake_quantised, to_int8
 
@@ -71,19 +71,25 @@ def with_int8_layers(model: SentenceTransformer, names: list[str]) -> SentenceTr
     return model
 
 
-def optical_arms(probes: tuple[int, ...] = (16, 64)) -> list[Arm]:
+def optical_arms(probes: tuple[int, ...] = (16, 64), modes: tuple[str, ...] = ()) -> list[Arm]:
     """Nothing trained, head ignored, linear surrogate, ZBP at several budgets, exact. Straight-through is not defined:
-    the head changes the size of the vector."""
+    the head changes the size of the vector.
+
+    Args:
+        probes: the budgets.
+        modes: further arms, each the name of a mode or the JSON of a ZBPConfig.
+    """
     return [
         Arm("nothing trained", lambda model: None, trains=False),
         Arm("head ignored", _ignore_head),
         Arm("linear surrogate", _use_surrogate, scale=HEAD_SCALE),
         *(Arm(f"ZBP, {n} probes", _estimate_head(n), estimates=True, scale=HEAD_SCALE) for n in probes),
         Arm("exact", _differentiate_head, scale=HEAD_SCALE),
+        *_mode_arms(modes, lambda config: lambda model: set_mode(model, **vars(config)), HEAD_SCALE),
     ]
 
 
-def int8_arms(names: list[str], probes: tuple[int, ...] = (16,)) -> list[Arm]:
+def int8_arms(names: list[str], probes: tuple[int, ...] = (16,), modes: tuple[str, ...] = ()) -> list[Arm]:
     """Nothing trained, autograd as it is (the residual path alone), straight-through, ZBP at several budgets, exact.
 
     ZBP is shrunk to least squared error: a handful of probes of thousands of dimensions is mostly noise otherwise.
@@ -91,6 +97,7 @@ def int8_arms(names: list[str], probes: tuple[int, ...] = (16,)) -> list[Arm]:
     Args:
         names: the int8 layers.
         probes: the budgets.
+        modes: further arms, each the name of a mode or the JSON of a ZBPConfig.
     """
 
     def layers(config: ZBPConfig) -> Prepare:
@@ -109,7 +116,19 @@ def int8_arms(names: list[str], probes: tuple[int, ...] = (16,)) -> list[Arm]:
             for n in probes
         ),
         Arm("exact", layers(ZBPConfig(mode="exact", param_mode="none"))),
+        *_mode_arms(modes, layers, 20.0),
     ]
+
+
+def _mode_arms(modes: tuple[str, ...], prepare: Callable[[ZBPConfig], Prepare], scale: float) -> list[Arm]:
+    arms: dict[str, Arm] = {}
+    for mode in modes:
+        config = ZBPConfig.from_json(mode) if mode.startswith("{") else ZBPConfig(mode=mode, probe_chunk=16)
+        name = f"mode {config.mode}"
+        if name in arms:
+            name = f"{name} ({len(arms) + 1})"
+        arms[name] = Arm(name, prepare(config.replace(param_mode="none")), estimates=True, scale=scale)
+    return list(arms.values())
 
 
 def _head_of(model: SentenceTransformer) -> OpticalHead:

@@ -86,6 +86,24 @@ def test_every_arm_is_trained_reported_and_drawn(scenario, expected, material, t
     assert loaded.encode(["w1 w2"]).shape == (1, 512 if scenario == "optical" else 16)
 
 
+@pytest.mark.parametrize(("scenario", "mode"), [("optical", "dfa"), ("optical", "opzo"), ("int8", "score_k")])
+def test_every_mode_is_an_arm_by_its_name_or_its_configuration(scenario, mode, material, tmp_path, monkeypatch):
+    modes = (mode, '{"mode": "fd", "n_probes": 3, "eps": 0.1, "surrogate": true}')
+    names = (f"mode {mode}", "mode fd")
+    out = ("--scenario", scenario, "--output_dir", str(tmp_path / "out"))
+    run(monkeypatch, *material, *out, "--modes", *modes, "--arms", *names)
+    rows = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert [row["Arm"] for row in rows] == list(names)
+    # Two steps of two columns of two mini-batches; the int8 scenario has two layers.
+    assert rows[1]["Queries"] == 2 * 2 * 2 * 4 * (2 if scenario == "int8" else 1)
+    assert (rows[0]["Queries"] > 0) == (mode != "dfa")
+
+
+def test_a_mode_that_needs_labels_says_so(material, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="mode='drtp' needs a labelled loss"):
+        run(monkeypatch, *material, "--output_dir", str(tmp_path), "--modes", "drtp", "--arms", "mode drtp")
+
+
 def test_wrong_arms_and_columns_are_refused_by_name(material, tmp_path, monkeypatch):
     out = ("--output_dir", str(tmp_path))
     with pytest.raises(ValueError, match=r"--arms has \['magic'\]; the arms are \['nothing trained'"):
