@@ -23,7 +23,7 @@ from typing import Any
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # captions are short, and DataLoader workers fork
 
-from datasets import Dataset, Image
+from datasets import Dataset
 from tiny_image_tower import tiny_image_tower
 from transformers import set_seed
 
@@ -44,7 +44,7 @@ from st_cached_extras.recipes.finish import finish
 from st_cached_extras.recipes.hub import take_push
 from st_cached_extras.recipes.models import add_lora, load_model, router_mapping
 from st_cached_extras.recipes.run import run
-from st_cached_extras.recipes.splits import columns_of, load_splits, with_media, without_broken
+from st_cached_extras.recipes.splits import columns_of, decode_images, load_splits, with_media, without_broken
 from st_cached_extras.recipes.training import check_training, make_losses, stop_early
 
 
@@ -139,7 +139,7 @@ def prepare(rows: Any, source: str, index: int, script: ScriptArguments) -> Any:
     text = columns_of(script.text_column, script, "--text_column")[index]
     image = columns_of(script.image_column, script, "--image_column")[index]
     rows = with_media(rows, source, "image", text_column=text, media_column=image)
-    return without_broken(rows.cast_column("image", Image(mode="RGB")), "image", script)
+    return without_broken(decode_images(rows), "image", script)
 
 
 def limits(script: ScriptArguments) -> list[str]:

@@ -7,7 +7,7 @@ where a dataset is streamed there is no other way.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
@@ -114,8 +114,21 @@ def drop_broken_from_stream(
         return rows
     feature = rows.features[column]
     stored = datasets.Video(decode=False) if isinstance(feature, datasets.Video) else datasets.Image(decode=False)
-    passes = _Passes(feature, column, max_broken)
-    return rows.cast_column(column, stored).filter(passes, input_columns=column).cast_column(column, feature)
+    return IterableDataset.from_generator(
+        _readable,
+        features=rows.features,
+        gen_kwargs={
+            "rows": rows.cast_column(column, stored),
+            "column": column,
+            "passes": _Passes(feature, column, max_broken),
+            "shards": list(range(rows.num_shards)),  # a list is what the workers of a DataLoader divide
+        },
+    )
+
+
+def _readable(rows: IterableDataset, column: str, passes: _Passes, shards: list[int]) -> Iterator[dict[str, Any]]:
+    for shard in shards:
+        yield from (row for row in rows.shard(rows.num_shards, shard) if passes(row[column]))
 
 
 class _Passes:

@@ -45,6 +45,8 @@ def load_rows(
     except DataError:
         raise
     except (DatasetsError, ValueError, OSError) as error:
+        if "corresponds to no data" in str(error):
+            raise DataError(f"The split {split!r} of the dataset {source!r} is empty: it has no rows.") from error
         raise DataError(f"The dataset {source!r} cannot be loaded: {_root(error)}") from error
     if isinstance(rows, IterableDataset):
         return _with_features(rows, source)

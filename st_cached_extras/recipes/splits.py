@@ -96,6 +96,11 @@ def with_media(
     return absolute_paths(rows, kind, source) if isinstance(rows, Dataset) else rows
 
 
+def decode_images(rows: Rows, column: str = "image") -> Rows:
+    """Rows whose images decode to RGB on access."""
+    return rows.cast_column(column, datasets.Image(mode="RGB"))
+
+
 def without_broken(rows: Rows, kind: str, media: MediaArguments) -> Rows:
     """Rows whose captions are there and whose files, in the column ``kind``, can be decoded."""
     if isinstance(rows, IterableDataset):

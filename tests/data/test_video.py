@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from st_cached_extras.data import VideoFrames, decode_videos, read_video, write_mp4
+from st_cached_extras.data import VideoFrames, decode_videos, read_clip, read_video, write_mp4
+from st_cached_extras.data.video import Sampling
 
 
 def ramp(frames: int = 12, height: int = 32, width: int = 48) -> np.ndarray:
@@ -109,6 +110,8 @@ def test_torchcodec_reads_where_it_is_installed(clip, monkeypatch):
             assert source == clip
             assert dimension_order == "NHWC"
 
+        metadata = types.SimpleNamespace(average_fps=8.0)
+
         def __len__(self):
             return 12
 
@@ -123,6 +126,46 @@ def test_torchcodec_reads_where_it_is_installed(clip, monkeypatch):
     monkeypatch.setitem(sys.modules, "torchcodec.decoders", decoders)
     monkeypatch.setitem(sys.modules, "av", None)  # not needed then
     assert indices(read_video(clip, 3)) == [2, 6, 10]
+    assert indices(read_video(clip, fps=2)) == [2, 6, 10]
+    assert read_video(clip, 3, size=16).shape == (3, 16, 24, 3)
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        ({"fps": 2}, [2, 6, 10]),  # 12 frames at 8 a second are 1.5 seconds
+        ({"fps": 100}, [int((i + 0.5) * 12 / 150) for i in range(150)]),
+        ({"fps": 0.1}, [3, 9]),  # never fewer than two
+        ({"fps": 4, "num_frames": 3}, [2, 6, 10]),  # too long for 3 frames: sampled more sparsely, to its end
+        ({"fps": 2, "num_frames": 8}, [2, 6, 10]),
+    ],
+)
+def test_frames_a_second_are_kept_and_long_clips_sampled(clip, options, expected):
+    assert indices(read_video(clip, **options)) == expected
+
+
+def test_larger_frames_are_scaled_down_and_smaller_ones_are_not_scaled_up(clip):
+    assert read_video(clip, size=16).shape == (12, 16, 24, 3)
+    assert read_video(clip, size=64).shape == (12, 32, 48, 3)
+    assert indices(read_video(clip, 3, size=16)) == [2, 6, 10]
+
+
+def test_a_clip_says_how_long_it_is_and_how_many_frames_of_it_are_there(clip):
+    frames, metadata = read_clip(clip, Sampling(num_frames=3))
+    assert len(frames) == 3
+    assert metadata == {"fps": 2.0, "total_num_frames": 3, "duration": 1.5, "frames_indices": [0, 1, 2]}
+    rows = decode_videos(datasets.Dataset.from_dict({"video": [clip]}), num_frames=3, with_metadata=True)
+    assert rows[0]["video"]["video_metadata"] == metadata
+    np.testing.assert_array_equal(rows[0]["video"]["array"], frames)
+
+
+@pytest.mark.parametrize("options", [{"fps": 0}, {"fps": -1}, {"size": 0}, {"num_frames": 0}])
+def test_sampling_out_of_range_is_refused_by_name(clip, options):
+    (name,) = options
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        read_video(clip, **options)
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        decode_videos(datasets.Dataset.from_dict({"video": [clip]}), **options)
 
 
 def stored(kind: str, clip: bytes, file) -> datasets.Dataset:
