@@ -46,7 +46,8 @@ from st_cached_extras.recipes.arguments import (
 from st_cached_extras.recipes.errors import UsageError
 from st_cached_extras.recipes.finish import finish
 from st_cached_extras.recipes.hub import take_push
-from st_cached_extras.recipes.models import add_lora, keep_layers, load_model
+from st_cached_extras.recipes.lora import add_lora
+from st_cached_extras.recipes.models import keep_layers, load_model
 from st_cached_extras.recipes.run import run
 from st_cached_extras.recipes.splits import columns_of, first_rows, load_splits
 from st_cached_extras.recipes.training import check_training, make_losses, stop_early
@@ -137,7 +138,7 @@ def main() -> None:
     trainer.train(resume_from_checkpoint=resume)
 
     # Scores, figure, card, model, and the Hub where it is asked for
-    finish(trainer, card, evaluators, train=train, unit="pairs", push=push)
+    finish(trainer, card, evaluators, train=train, unit="pairs", push=push, sources=script.dataset)
 
 
 def docstring_splits(script: ScriptArguments, seed: int) -> tuple[Dataset, dict[str, Dataset]]:

@@ -17,6 +17,7 @@ from st_cached_extras.cards import (
     retrieval_figure,
     training_facts,
 )
+from st_cached_extras.cards.model_card import is_local
 from st_cached_extras.distributed.trainer import ReplaySentenceTransformerTrainer
 from st_cached_extras.evaluation import RetrievalEvaluator
 from st_cached_extras.recipes.hub import Push, push_folder
@@ -38,6 +39,7 @@ def finish(
     unit: str = "pairs",
     push: Push | None = None,
     facts: Mapping[str, Any] | None = None,
+    sources: Sequence[str] | None = None,
 ) -> Path:
     """Evaluates the trained model, writes its card and figure, saves all in ``OUTPUT_DIR/final``, prints, and pushes.
 
@@ -51,6 +53,7 @@ def finish(
         unit: what a row is, for the card.
         push: where to push to, from `take_push`; None for nowhere.
         facts: more facts of the run, for the card.
+        sources: the ids or paths of the datasets in ``train``, in their order; the card links those on the Hub.
 
     Returns:
         The folder of the model.
@@ -67,6 +70,7 @@ def finish(
             shutil.rmtree(unfinished)
         unfinished.mkdir(parents=True)
         _fill_in(card, evaluators, train, unit, run)
+        _link(card, sources or ())
         card.figures += [_figure(unfinished / "retrieval.png", evaluators)]
         if push is not None:
             card.set_model_id(push.repo_id)
@@ -124,6 +128,14 @@ def _fill_in(
         "Anything but retrieval, such as clustering or classification.",
         "What the model has taken over of the biases in its data.",
     ]
+
+
+def _link(card: ReplayModelCardData, sources: Sequence[str]) -> None:
+    """Name the datasets that came from the Hub, which `datasets` does not remember."""
+    for entry, source in zip(card.train_datasets, sources, strict=False):
+        if not is_local(source):
+            entry["name"] = entry["id"] = source
+    card.train_datasets = card.validate_datasets(card.train_datasets)
 
 
 def _figure(path: Path, evaluators: Sequence[RetrievalEvaluator]) -> tuple[str, str]:
