@@ -42,7 +42,8 @@ from st_cached_extras.recipes.arguments import (
 from st_cached_extras.recipes.errors import UsageError
 from st_cached_extras.recipes.finish import finish
 from st_cached_extras.recipes.hub import take_push
-from st_cached_extras.recipes.models import add_lora, knows_time, load_model, router_mapping
+from st_cached_extras.recipes.lora import add_lora
+from st_cached_extras.recipes.models import knows_time, load_model, router_mapping
 from st_cached_extras.recipes.run import run
 from st_cached_extras.recipes.splits import columns_of, decoded, load_splits, with_media, without_broken
 from st_cached_extras.recipes.training import check_training, make_losses, stop_early
@@ -135,7 +136,7 @@ def main() -> None:
     trainer.train(resume_from_checkpoint=resume)
 
     # Scores, figure, card, model, and the Hub where it is asked for
-    finish(trainer, card, evaluators, train=train, unit="clips", push=push)
+    finish(trainer, card, evaluators, train=train, unit="clips", push=push, sources=script.dataset)
 
 
 def check_model_arguments(script: ScriptArguments) -> None:

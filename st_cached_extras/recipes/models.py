@@ -1,8 +1,7 @@
-"""The model that a recipe trains: loaded, checked for what it takes, and given adapters where they are asked for."""
+"""The model that a recipe trains: loaded, checked for what it takes, and cut."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +9,6 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Router, Transformer
 from transformers import ProcessorMixin
 
-from st_cached_extras.recipes.arguments import LoraArguments
 from st_cached_extras.recipes.errors import UsageError
 from st_cached_extras.recipes.run import one_line
 from st_cached_extras.zbp.ladder import keep_layers as first_layers
@@ -81,33 +79,3 @@ def keep_layers(model: SentenceTransformer, count: int) -> None:
     if not 1 <= count <= len(layers):
         raise UsageError(f"--num_layers must be 1 to {len(layers)}, the layers of the model, got {count}.")
     first_layers(model, count)
-
-
-def add_lora(model: SentenceTransformer, arguments: LoraArguments) -> None:
-    """Freeze the model and give each of its transformers low-rank adapters, where a rank is asked for.
-
-    What is saved are the adapters: whoever loads the model needs the base model, too.
-
-    Raises:
-        UsageError: PEFT is not installed, or the layers named are not there.
-    """
-    if arguments.lora_rank is None:
-        return
-    try:
-        from peft import LoraConfig, TaskType
-    except ImportError as error:
-        raise UsageError("--lora_rank needs PEFT: pip install peft") from error
-    try:
-        config = LoraConfig(
-            task_type=TaskType.FEATURE_EXTRACTION,
-            r=arguments.lora_rank,
-            lora_alpha=arguments.lora_alpha or 2 * arguments.lora_rank,
-            lora_dropout=arguments.lora_dropout,
-            target_modules=arguments.lora_modules or "all-linear",
-        )
-        for part in transformers_of(model):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                part.auto_model.add_adapter(config)
-    except (ValueError, TypeError) as error:
-        raise UsageError(f"--lora_rank {arguments.lora_rank}: {one_line(error)}") from error

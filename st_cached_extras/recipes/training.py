@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ def check_training(args: RecipeTrainingArguments, data: DataArguments, text_colu
         args.batch_sampler = BatchSamplers.BATCH_SAMPLER  # there is nothing else for streams
     elif args.batch_sampler == BatchSamplers.NO_DUPLICATES:
         args.batch_sampler = distinct(*text_columns)
+    if getattr(data, "lora_rank", None) is not None and _shards(args):
+        raise UsageError("--lora_rank is for one device or DDP: under FSDP2 and DeepSpeed adapters are not saved.")
     if args.early_stopping_patience is not None:
         if args.eval_strategy == "no":
             raise UsageError("--early_stopping_patience needs --eval_strategy steps or epoch.")
@@ -70,6 +73,11 @@ def make_losses(model: Any, arguments: LossArguments, train: Any) -> nn.Module |
     if len(set(names)) == 1 and len(arguments.loss) == 1:
         return make_loss(model, arguments)
     return {name: make_loss(model, arguments, index) for index, name in enumerate(train)}
+
+
+def _shards(args: RecipeTrainingArguments) -> bool:
+    flags = (os.environ.get(f"ACCELERATE_USE_{engine}", "false").lower() for engine in ("FSDP", "DEEPSPEED"))
+    return bool(args.deepspeed or args.fsdp) or "true" in flags
 
 
 def _resume_point(args: RecipeTrainingArguments) -> str | None:
