@@ -1,7 +1,8 @@
 """Texts of real lengths, and a model of MiniLM's architecture, for the benchmarks. No download.
 
 Pairs come from the installed packages (name of a class or function → first paragraph of its docstring), from a
-parquet file with two text columns, or from WordNet as Debian's package ``wordnet-base`` ships it (term → definition).
+parquet file with two text columns, from WordNet as Debian's package ``wordnet-base`` ships it (term → definition), or
+they are random words of such lengths, to see whether a benchmark runs.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--pairs", type=Path, default=None, help="a parquet file whose first two columns are text")
     group.add_argument("--wordnet", type=Path, default=None, help="folder of WordNet's data.noun and its siblings")
+    group.add_argument("--synthetic", action="store_true", help="random words, for a run that shows nothing")
 
 
 def load_pairs(arguments: argparse.Namespace, count: int, seed: int = 0) -> tuple[Pairs, Pairs]:
@@ -41,6 +43,8 @@ def load_pairs(arguments: argparse.Namespace, count: int, seed: int = 0) -> tupl
         pairs = list(parquet_pairs(arguments.pairs))
     elif arguments.wordnet is not None:
         pairs = list(wordnet_pairs(arguments.wordnet))
+    elif arguments.synthetic:
+        pairs = list(synthetic_pairs(2 * count))
     else:
         found = docstring_pairs(PACKAGES, show_progress_bar=True)
         pairs = list(islice(found, max(2 * count, 10_000)))  # parsing every package takes minutes
@@ -73,12 +77,27 @@ def wordnet_pairs(folder: Path) -> Iterator[tuple[str, str]]:
                 yield term, definition
 
 
+def synthetic_pairs(count: int) -> Iterator[tuple[str, str]]:
+    """Random words: one to three of them, and a few to thirty."""
+    generator = random.Random(0)
+    words = ["".join(generator.choices("abcdefghijklmnopqrstuvwxyz", k=generator.randint(2, 9))) for _ in range(2000)]
+    for _ in range(count):
+        lengths = generator.randint(1, 3), 3 + int(27 * generator.random() ** 2)
+        yield tuple(" ".join(generator.choices(words, k=length)) for length in lengths)
+
+
 def minilm(
-    vocabulary: Pairs, layers: int = 6, hidden: int = 384, dropout: float = 0.0, max_length: int = 128
+    vocabulary: Pairs,
+    layers: int = 6,
+    hidden: int = 384,
+    dropout: float = 0.0,
+    max_length: int = 128,
+    vocabulary_size: int = 30522,
 ) -> SentenceTransformer:
     """all-MiniLM-L6's architecture with random weights and a WordPiece vocabulary of these texts.
 
-    Of many texts, not of the batch alone: rare words must fall into pieces, as in practice.
+    Of many texts, not of the batch alone: rare words must fall into pieces, as in practice. The model has room for
+    ``vocabulary_size`` words, whatever the texts fill of it; multilingual models have several times MiniLM's.
     """
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer()
@@ -99,10 +118,10 @@ def minilm(
     )
     torch.manual_seed(0)
     config = BertConfig(
-        vocab_size=30522,  # the architecture's, whatever the texts fill of it
+        vocab_size=vocabulary_size,
         hidden_size=hidden,
         num_hidden_layers=layers,
-        num_attention_heads=12,
+        num_attention_heads=hidden // 32,
         intermediate_size=4 * hidden,
         hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=dropout,

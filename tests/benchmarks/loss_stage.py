@@ -1,9 +1,11 @@
 """The loss stage alone: InfoNCE's closed form beside sentence-transformers' chunked autograd and the bare products.
 
     python -m tests.benchmarks.loss_stage --batch_sizes 1024 4096 16384 --dim 384 --threads 2 --repeats 5
+    python -m tests.benchmarks.loss_stage --batch_sizes 65536 --tables blocks
 
 Prints Markdown: CPU time, gradient error against fp64, and peak memory. CPU time is that of the process, all threads,
-so that another process on the machine disturbs it little; the sides take turns within one run.
+so that another process on the machine disturbs it little; the sides take turns within one run, in the table "blocks"
+after every block of rows, so that one evaluation of a very large batch is enough.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--chunk_size", type=int, default=None, help="of InfoNCE; chosen by itself if not given")
     parser.add_argument("--tables", nargs="+", default=["time", "error", "memory"])
+    parser.add_argument("--product_chunks", type=int, nargs="+", default=[256], help="of the table blocks")
     parser.add_argument("--memory_of", type=int, default=None, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -126,6 +129,51 @@ def time_table(arguments: argparse.Namespace) -> None:
         products_best = min(seconds[f"products {chunk}"] for chunk in PRODUCT_CHUNKS)
         ratios = [seconds["ST 32"] / ours, st_best / ours, ours / products_best]
         print_row([batch_size, f"{ours:.3f}", *(f"{seconds[c]:.3f}" for c in columns), *(f"{r:.2f}" for r in ratios)])
+
+
+class InTurn(InfoNCE):
+    """After every few of its own chunks, the bare products of the same rows, in chunks of their own size.
+
+    Attributes:
+        products: CPU-seconds of the bare products.
+    """
+
+    def __init__(self, features: dict[str, Tensor], chunk: int, **options) -> None:
+        super().__init__(**options)
+        self._u, self._v = (nn.functional.normalize(x) for x in features.values())
+        self._buffer = self._u.new_empty(chunk, len(self._u))
+        self._du, self._dv, self._done = torch.empty_like(self._u), torch.zeros_like(self._v), 0
+        self.products = 0.0
+
+    def _chunk(self, s, scores, softmaxes, labels, logits, begin, end):
+        loss = super()._chunk(s, scores, softmaxes, labels, logits, begin, end)
+        start = time.process_time()
+        while self._done < end and (end - self._done >= len(self._buffer) or end == len(self._u)):
+            rows = self._u[self._done : self._done + len(self._buffer)]
+            S = torch.mm(rows, self._v.T, out=self._buffer[: len(rows)])
+            torch.mm(S, self._v, out=self._du[self._done : self._done + len(rows)])
+            self._dv.addmm_(S.T, rows)
+            self._done += len(rows)
+        self.products += time.process_time() - start
+        return loss
+
+
+def blocks_table(arguments: argparse.Namespace) -> None:
+    print("\n### CPU-seconds of one loss stage, value and gradients, in turn with the bare products, block by block\n")
+    rows = []
+    for batch_size in arguments.batch_sizes:
+        features = make_pairs(batch_size, arguments.dim, noise=2.0)
+        for chunk in arguments.product_chunks:
+            objective = InTurn(features, min(chunk, batch_size), chunk_size=arguments.chunk_size)
+            start = time.process_time()
+            objective.value_and_cotangents(features)
+            ours = time.process_time() - start - objective.products
+            cells = [f"{ours:.3f}", f"{objective.products:.3f}", f"{ours / objective.products:.2f}"]
+            rows.append([batch_size, chunk, *cells])
+    print_row(["B", "rows of a product", "InfoNCE", "products", "of products"])
+    print_row(["---", *["---:"] * 4])
+    for row in rows:
+        print_row(row)
 
 
 # Error
@@ -226,7 +274,7 @@ def main() -> None:
         measure_memory(arguments)
         return
     print(header())
-    tables = {"time": time_table, "error": error_table, "memory": memory_table}
+    tables = {"time": time_table, "blocks": blocks_table, "error": error_table, "memory": memory_table}
     for name in arguments.tables:
         tables[name](arguments)
 

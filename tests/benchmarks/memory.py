@@ -1,6 +1,7 @@
 """Peak memory of a whole step as the batch grows, against the bytes that must be there.
 
     python -m tests.benchmarks.memory --batch_sizes 512 8192
+    python -m tests.benchmarks.memory --batch_sizes 1024 65536 --layers 1 --hidden 64 --wordnet /usr/share/wordnet
 
 Every figure is the growth of the peak over one step in a process of its own, from what it held before the step
 (inputs included). What must be there grows with B: embeddings, cotangents, one normalised fp32 copy, one chunk of
@@ -31,6 +32,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--kept_graphs", type=float, default=0.0)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--hidden", type=int, default=384)
     parser.add_argument("--dropout", type=float, default=0.1, help="so that random states are kept")
     parser.add_argument("--of", type=int, default=None, help=argparse.SUPPRESS)
     add_arguments(parser)
@@ -40,7 +42,7 @@ def parse_arguments() -> argparse.Namespace:
 def measure(arguments: argparse.Namespace) -> dict[str, float]:
     """Growth of the peak over one step, and the bytes of inputs and of what the step must hold, in MiB."""
     pairs, vocabulary = load_pairs(arguments, max(arguments.batch_sizes))
-    model = minilm(vocabulary, arguments.layers, dropout=arguments.dropout)
+    model = minilm(vocabulary, arguments.layers, arguments.hidden, dropout=arguments.dropout)
     # The longest rows first, so that the largest mini-batch is the same for every batch size.
     pairs = sorted(pairs, key=lambda pair: -len(pair[0]) - len(pair[1]))[: arguments.of]
     loss = CachedInfoNCELoss(model, mini_batch_size=arguments.mini_batch_size, kept_graphs=arguments.kept_graphs)

@@ -4,6 +4,7 @@
     python -m tests.benchmarks.step --batch_size 512 --plain --wordnet /usr/share/wordnet
     python -m tests.benchmarks.step --batch_size 256 --plain --equal_lengths --kept_graphs .5 .75 1
     python -m tests.benchmarks.step --batch_size 64 --mini_batch_sizes 8 --video
+    python -m tests.benchmarks.step --batch_size 2048 --sides ours "ST cached 32" --wordnet /usr/share/wordnet
 
 Prints CPU-seconds of the process and wall seconds as a Markdown table, medians of sides that take turns in one run.
 ``--equal_lengths`` gives every row the same length, where there is nothing to sort and caching costs a forward;
@@ -42,6 +43,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--equal_lengths", action="store_true")
     parser.add_argument("--kept_graphs", type=float, nargs="*", default=[], help="shares to try")
     parser.add_argument("--video", action="store_true")
+    parser.add_argument("--sides", nargs="+", default=[""], help="only those whose names begin so")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--warm_ups", type=int, default=1)
@@ -115,6 +117,7 @@ def main() -> None:
         return step
 
     losses = make_losses(arguments, model, int(torch.cat(lengths).max()))
+    losses = {name: loss for name, loss in losses.items() if name.startswith(tuple(arguments.sides))}
     times = time_in_turn({name: step_of(loss) for name, loss in losses.items()}, arguments.repeats, arguments.warm_ups)
     head, rows = (
         ["step", "CPU-s", "wall s"],
