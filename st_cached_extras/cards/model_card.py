@@ -24,6 +24,8 @@ from torch import nn
 from st_cached_extras._compat import source_of
 from st_cached_extras.losses import CachedCompositeLoss
 
+FOLDER = "path/to/the/folder/of/this/card"
+
 
 @dataclass
 class ReplayModelCardData(SentenceTransformerModelCardData):
@@ -77,25 +79,26 @@ class ReplayModelCardData(SentenceTransformerModelCardData):
         }
 
     def set_losses(self, losses: list[nn.Module]) -> None:
-        """Cites and tags losses and, of a composite, the losses that it is made of."""
-        parts = [
-            part
-            for loss in losses
-            if isinstance(loss, CachedCompositeLoss)
-            for component in loss.components.values()
-            for part in (component, getattr(component, "loss", None))
-            if part is not None and not type(part).__name__.startswith("_")
-        ]
-        super().set_losses([*losses, *parts])
+        """Cites and tags losses; those that a composite is made of are tagged, and cited by it."""
+        super().set_losses(losses)
+        for composite in (loss for loss in losses if isinstance(loss, CachedCompositeLoss)):
+            for component in composite.components.values():
+                parts = (component, getattr(component, "loss", None), getattr(component, "objective", None))
+                names = [type(part).__name__ for part in parts if part is not None]
+                self.add_tags([f"loss:{name}" for name in names if not name.startswith("_")])
 
     def generate_usage_snippet(self) -> str:
         """Example code; clips go through `read_video`, because a path may be taken for text, or need torchcodec."""
         clips = self._clips()
         if not clips or not self.usage_examples_display:
-            return super().generate_usage_snippet()
+            snippet = super().generate_usage_snippet()
+            if self.model_id:
+                return snippet
+            snippet = snippet.replace("# Download from the 🤗 Hub\n", "")
+            return snippet.replace("sentence_transformers_model_id", FOLDER)
         texts = [example for example in self.usage_examples if isinstance(example, str)]
         names = [name for name in self.usage_examples_display if name.startswith("assets/")]
-        folder = f'snapshot_download("{self.model_id}")' if self.model_id else '"path/to/the/folder/of/this/card"'
+        folder = f'snapshot_download("{self.model_id}")' if self.model_id else f'"{FOLDER}"'
         lines = [
             *(["from huggingface_hub import snapshot_download"] if self.model_id else []),
             "from sentence_transformers import SentenceTransformer",

@@ -26,9 +26,11 @@ def training_facts(trainer: BaseTrainer, unit: str = "rows") -> dict[str, Any]:
         unit: what a row is, such as "pairs".
     """
     args, state = trainer.args, trainer.state
+    devices, batches = args.world_size, args.gradient_accumulation_steps
     facts = {
-        "Batch": f"{args.train_batch_size} {unit} on each of {args.world_size} device(s), "
-        f"{args.gradient_accumulation_steps} batch(es) a step",
+        "Batch": f"{args.train_batch_size} {unit}"
+        + (f" on each of {devices} devices" if devices > 1 else "")
+        + (f", {batches} batches a step" if batches > 1 else "")
     }
     caching = list(dict.fromkeys(_caching(loss, unit) for loss in replay_losses(trainer.loss)))
     if caching:

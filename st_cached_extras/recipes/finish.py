@@ -122,7 +122,7 @@ def _fill_in(
     }
     largest = max(max(evaluator.answers_of.values()) for evaluator in evaluators)
     card.untested += [
-        f"Data other than {' and '.join(held_out)}, named below: other domains, languages and styles.",
+        f"Other data than the splits above ({', '.join(held_out)}): other domains, languages and styles.",
         f"Retrieval among more than {largest:,} answers: it gets harder with their number.",
         "Other seeds: this is one run.",
         "Anything but retrieval, such as clustering or classification.",
