@@ -257,7 +257,7 @@ def memory_table(arguments: argparse.Namespace) -> None:
         command += ["--dim", str(arguments.dim), "--threads", str(arguments.threads)]
         if arguments.chunk_size:
             command += ["--chunk_size", str(arguments.chunk_size)]
-        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
         memory = json.loads(output.splitlines()[-1])
         print_row([batch_size, f"{memory['growth']:.0f}", f"{memory['beyond']:.0f}"])
 

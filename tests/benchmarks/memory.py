@@ -18,7 +18,7 @@ import sys
 import torch
 
 from st_cached_extras import CachedInfoNCELoss
-from st_cached_extras.objectives import infonce
+from st_cached_extras.objectives.contrastive import chunk_rows
 from tests.benchmarks.data import add_arguments, columns_of, load_pairs, minilm
 from tests.benchmarks.measure import MIB, header, peak_resident, reset_peak, resident, table
 
@@ -57,7 +57,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, float]:
     growth = peak_resident() - before
     rows, width = arguments.of, model.get_embedding_dimension()
     features = 2 * rows * width * 4
-    chunk = min(rows, max(infonce.CHUNK_ROWS[0], min(infonce.CHUNK_ROWS[1], infonce.CHUNK_BYTES // (rows * 4))))
+    chunk = min(rows, chunk_rows(rows * 4))
     mini_batches = 2 * -(-rows // arguments.mini_batch_size)
     inputs = sum(v.numel() * v.element_size() for c in columns for v in c.values() if isinstance(v, torch.Tensor))
     must = 3 * features + chunk * rows * 4 + mini_batches * RANDOM_STATE_BYTES
@@ -74,7 +74,7 @@ def main() -> None:
     results = {}
     for batch_size in arguments.batch_sizes:
         command = [sys.executable, "-m", "tests.benchmarks.memory", "--of", str(batch_size), *sys.argv[1:]]
-        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
         results[batch_size] = json.loads(output.splitlines()[-1])
     rows = [[b, *(f"{r[key]:.0f}" for key in ("inputs", "growth", "must"))] for b, r in results.items()]
     print(

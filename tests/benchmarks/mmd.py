@@ -171,7 +171,7 @@ def memory_table(arguments: argparse.Namespace) -> None:
             command = [sys.executable, "-m", "tests.benchmarks.mmd", "--memory_of", side]
             command += ["--batch_sizes", batch_size, "--dims", dim, "--landmarks", landmarks]
             command += ["--threads", arguments.threads, "--scales", *arguments.scales]
-            output = subprocess.run(list(map(str, command)), check=True, capture_output=True, text=True).stdout
+            output = subprocess.run(list(map(str, command)), check=True, stdout=subprocess.PIPE, text=True).stdout
             cells.append(f"{json.loads(output.splitlines()[-1]):.0f}")
         rows.append([batch_size, dim, landmarks, *cells])
     print(table(["B", "D", "m", "ours", f"chunked {AUTOGRAD_CHUNKS[0]}"], rows))
