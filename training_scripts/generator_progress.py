@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from generator_evaluation import GeneratorEvaluator
-from huggingface_hub import HfApi
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -19,11 +18,13 @@ from st_cached_extras.cards import (
     command_line,
     contact_sheet_figure,
     generator_curves_figure,
+    machine,
     markdown_table,
     save_generator_card,
 )
 from st_cached_extras.data.moving_shapes import scenes
 from st_cached_extras.objectives.mmd import EncoderBalance
+from st_cached_extras.recipes.hub import Push, push_folder
 from st_cached_extras.replay import FeatureGradientReplay
 
 SHOWN = 8  # captions on the contact sheet
@@ -154,6 +155,7 @@ def report(
             "Objective": f"`{evaluator.objective}`",
             "Real clips": f"{args.clips} to train on, {len(held_out)} to compare with",
             "Seed": args.seed,
+            "Machine": machine(held_out.device),
         },
         command=command_line(),
         usage=f'python training_scripts/sample_video_generator.py --generator {final} --captions "{captions[0]}"',
@@ -162,13 +164,12 @@ def report(
             "It can draw nothing but one sprite over a plain background: its architecture says so.",
             "The scores are those of one run.",
         ],
+        untested=["Other seeds, other captions, real videos.", "What people see in its clips: no one was asked."],
     )
     print(f"\n{markdown_table(scores)}\n\ngenerator  {final}\ncard       {final / 'README.md'}")
     print(f"figures    {final / 'clips.png'}, {final / 'curves.png'}")
     if args.push_to_hub:
-        api = HfApi()
-        api.create_repo(args.push_to_hub, private=True, exist_ok=True)
-        print(f"pushed     {api.upload_folder(repo_id=args.push_to_hub, folder_path=final)}")
+        print(f"pushed     {push_folder(final, Push(args.push_to_hub))}")
 
 
 @torch.no_grad()

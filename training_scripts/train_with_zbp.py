@@ -31,7 +31,15 @@ from text_pairs import text_pairs
 from transformers import HfArgumentParser, set_seed
 
 from st_cached_extras import CachedInfoNCELoss, ReplaySentenceTransformerTrainer
-from st_cached_extras.cards import ReplayModelCardData, command_line, describe_dataset, markdown_table
+from st_cached_extras.cards import (
+    ReplayModelCardData,
+    command_line,
+    describe_dataset,
+    layers_without_backward,
+    machine,
+    markdown_table,
+)
+from st_cached_extras.recipes.hub import push_folder, take_push
 from st_cached_extras.zbp import ZBPRecorder, remove_zbp, total_queries
 from st_cached_extras.zbp.ladder import (
     Arm,
@@ -84,6 +92,7 @@ class TrainingArguments(SentenceTransformerTrainingArguments):
 def main() -> None:
     script, args = HfArgumentParser((ScriptArguments, TrainingArguments)).parse_args_into_dataclasses()
     folder = Path(args.output_dir or f"output/zbp-{script.scenario}")
+    push = take_push(args, folder.name)
 
     # Data: a query (first column) and its answer, no query twice
     pairs = text_pairs(script.dataset, script.columns, script.train_pairs + script.eval_pairs, args.seed)
@@ -100,12 +109,12 @@ def main() -> None:
         args.output_dir = str(folder / arm.name.replace(" ", "-"))
         if arm.trains:
             fit(model, arm, train, args, script, folder)
-        scores = evaluator(model)
+        scores, layers = evaluator(model), layers_without_backward(model)
         recall, mrr = scores["held_out_cosine_accuracy@1"], scores["held_out_cosine_mrr@10"]
         rows.append({"Arm": arm.name, "R@1": float(recall), "MRR@10": float(mrr), "Queries": total_queries(model)})
         print(rows[-1], flush=True)
         if arm.name != "exact" and recall > best_score:
-            best, best_score = (arm.name, model), recall
+            best, best_score = (arm.name, model, layers), recall
 
     # Report, figure, card, model
     if args.process_index > 0:
@@ -114,13 +123,18 @@ def main() -> None:
     (folder / "report.json").write_text(json.dumps(rows, indent=1))
     (folder / "report.md").write_text(markdown_table(rows) + "\n")
     figure = ladder_figure(folder / "arms.png", {row["Arm"]: row["R@1"] for row in rows}, len(evaluation))
-    name, model = best
+    name, model, layers = best
+    card = card_of(script, args, name, rows, figure, {"train": train, "held out": evaluation})
+    card.run |= {"Layers without a backward": layers} if layers else {}
+    card.model_id = push and push.repo_id
     remove_zbp(model)
-    model.model_card_data = card_of(script, args, name, rows, figure, {"train": train, "held out": evaluation})
-    model.model_card_data.register_model(model)
+    model.model_card_data = card
+    card.register_model(model)
     model.save_pretrained(str(folder / "final"))
     print(f"\n{markdown_table(rows)}\n\nmodel   {folder / 'final'} ({name})\nreport  {folder / 'report.md'}")
     print(f"figure  {figure}")
+    if push is not None:
+        print(f"pushed  {push_folder(folder / 'final', push)}")
 
 
 def model_with_hardware(script: ScriptArguments) -> SentenceTransformer:
@@ -186,12 +200,14 @@ def card_of(
         command=command_line(),
         scores=rows,
         figures=[(str(figure), "How often a held-out query finds its answer first, by the way of training.")],
-        run={"Arm": name, "Steps": args.max_steps, "Batch": args.per_device_train_batch_size, "Seed": args.seed},
+        run={"Arm": name, "Steps": args.max_steps, "Batch": args.per_device_train_batch_size, "Seed": args.seed}
+        | {"Machine": machine(args.device)},
         data={split: describe_dataset(pairs, "pairs") for split, pairs in data.items()},
         limits=[
             "The hardware is a simulation: noise, medium and converter are those of the code, not of an instrument.",
             "One seed; the scores are those of the held-out pairs named above.",
         ],
+        untested=["A real instrument.", "Other data, seeds and scales of the model than those named here."],
     )
 
 

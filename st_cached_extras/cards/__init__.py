@@ -5,7 +5,7 @@ from st_cached_extras.cards.fingerprint import describe_dataset
 from st_cached_extras.cards.generator_card import save_generator_card
 from st_cached_extras.cards.generator_figures import contact_sheet_figure, generator_curves_figure
 from st_cached_extras.cards.model_card import ReplayModelCardData, command_line, markdown_table
-from st_cached_extras.cards.training_facts import training_facts
+from st_cached_extras.cards.training_facts import layers_without_backward, machine, training_facts
 
 __all__ = [
     "ReplayModelCardData",
@@ -14,6 +14,8 @@ __all__ = [
     "contact_sheet_figure",
     "describe_dataset",
     "generator_curves_figure",
+    "layers_without_backward",
+    "machine",
     "markdown_table",
     "retrieval_figure",
     "save_generator_card",

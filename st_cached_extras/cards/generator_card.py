@@ -26,6 +26,7 @@ def save_generator_card(
     command: str,
     usage: str,
     limits: Sequence[str],
+    untested: Sequence[str] = (),
     license: str | None = None,
 ) -> Path:
     """Writes README.md beside a generator that was saved to a folder.
@@ -40,6 +41,7 @@ def save_generator_card(
         command: The command line that trained it, as from `command_line()`.
         usage: The command line that draws with it.
         limits: Known limits, a sentence each.
+        untested: What the scores do not speak of, a sentence each.
         license: Identifier of the licence; None says nothing.
 
     Returns:
@@ -66,6 +68,8 @@ def save_generator_card(
         command=command,
         usage=usage,
         limits=limits,
+        untested=untested,
+        license=license,
         versions={package: version(package) for package in PACKAGES},
     )
     path = folder / "README.md"

@@ -44,7 +44,7 @@ def training_facts(trainer: BaseTrainer, unit: str = "rows") -> dict[str, Any]:
         facts["Interrupted"] = "yes: the run went on from a checkpoint"
     facts["Seed"] = args.seed
     facts["Machine"] = machine(args.device)
-    if layers := _layers_without_backward(trainer.model):
+    if layers := layers_without_backward(trainer.model):
         facts["Layers without a backward"] = layers
     return facts
 
@@ -94,7 +94,8 @@ def _caching(loss: ReplayLoss, unit: str) -> str:
     return f"{size}{kept}, {share}{gathered}"
 
 
-def _layers_without_backward(model: nn.Module) -> str:
+def layers_without_backward(model: nn.Module) -> str:
+    """Layers whose backward is estimated, how, and by how many queries; a collective, as `zbp_stats` is."""
     stats, blocks = zbp_stats(model), zbp_blocks(model)
     return "; ".join(
         f"`{name}`: {block.zbp.mode or block.zbp.config.mode}, {stats[name]['queries']:,.0f} queries in "

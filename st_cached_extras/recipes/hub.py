@@ -40,7 +40,7 @@ class Push:
     revision: str | None = None
 
 
-def take_push(args: Any) -> Push | None:
+def take_push(args: Any, name: str | None = None) -> Push | None:
     """Takes the wish to push, and the token, off the Trainer's arguments.
 
     The Trainer would push every checkpoint, and writes its arguments down beside the model. On the first rank the Hub
@@ -48,6 +48,7 @@ def take_push(args: Any) -> Push | None:
 
     Args:
         args: ``SentenceTransformerTrainingArguments``; their push_to_hub and hub_token are cleared.
+        name: of the repository, where --hub_model_id gives none; None for that of the output folder.
 
     Returns:
         Where to push to, or None where no push is wanted.
@@ -61,7 +62,7 @@ def take_push(args: Any) -> Push | None:
     if not wanted:
         return None
     push = Push(
-        repo_id=args.hub_model_id or Path(args.output_dir).name,
+        repo_id=args.hub_model_id or name or Path(args.output_dir).name,
         private=args.hub_private_repo is not False,
         token=token,
         revision=args.hub_revision,
