@@ -7,7 +7,6 @@ import json
 import pytest
 import torch
 from sentence_transformers import SentenceTransformer
-from transformers import VideoMAEConfig, VideoMAEImageProcessor, VideoMAEModel
 
 from st_cached_extras.recipes.errors import UsageError
 from st_cached_extras.recipes.models import keep_layers, knows_time, load_model, router_mapping
@@ -38,16 +37,6 @@ def test_a_model_that_does_not_take_videos_is_refused(folder):
         load_model(folder, takes="video")
     with pytest.raises(UsageError, match="does not take image, but text"):
         load_model(folder, takes="image")
-
-
-def test_a_video_model_with_a_processor_of_images_is_refused_with_the_way_out(tmp_path):
-    """sentence-transformers takes it for a model of images, and embeds no clip."""
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    VideoMAEModel(VideoMAEConfig(image_size=28, patch_size=14, num_frames=4, **sizes)).save_pretrained(tmp_path)
-    VideoMAEImageProcessor(size={"shortest_edge": 28}).save_pretrained(tmp_path)
-    assert SentenceTransformer(str(tmp_path), device="cpu").modalities == ["image"]
-    with pytest.raises(UsageError, match=r"does not take text and video, but image\. .*VideoMAEVideoProcessor"):
-        load_model(str(tmp_path), takes="video")
 
 
 def test_layers_are_cut_and_stay_cut(folder, tmp_path):
