@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.__main__ import BENCHMARKS, main
+from tests.benchmarks.__main__ import BENCHMARKS, SETTINGS, main
 from tests.benchmarks.measure import table
 from tests.benchmarks.report import find_table, read_report
 
@@ -17,9 +17,9 @@ def has_main(file):
     return any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in ast.parse(file.read_text()).body)
 
 
-def test_every_benchmark_is_in_the_list():
-    modules = {file.stem for file in FOLDER.glob("*.py") if has_main(file)} - {"__main__"}
-    assert modules == set(BENCHMARKS)
+def test_every_command_is_a_benchmark_and_every_setting_is_of_one():
+    assert set(BENCHMARKS) == {file.stem for file in FOLDER.glob("*.py") if has_main(file)} - {"__main__"}
+    assert set(SETTINGS) <= set(BENCHMARKS)
 
 
 def test_tables_are_read_as_they_are_printed():

@@ -29,20 +29,20 @@ WORDNET = Path("/usr/share/wordnet")
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A module of this folder.
+    """A module of this folder that is a command.
 
     Attributes:
         full: arguments of its commands.
-        quick: arguments of a miniature of it.
+        quick: arguments of a miniature of it; None if it has none.
         reads_texts: whether it takes the arguments that say where texts come from.
     """
 
-    full: tuple[str, ...]
-    quick: str
+    full: tuple[str, ...] = ("",)
+    quick: str | None = None
     reads_texts: bool = False
 
 
-BENCHMARKS = {
+SETTINGS = {
     "step": Benchmark(
         (
             "--batch_size 2048 --warm_ups 0 --repeats 3 --sides ours 'ST cached 32'",
@@ -100,6 +100,14 @@ BENCHMARKS = {
 }
 
 
+FOLDER = Path(__file__).parent
+COMMANDS = {file.stem for file in FOLDER.glob("*.py") if "\ndef main(" in file.read_text()} - {"__main__"}
+# In the order of the settings, then those that need none.
+BENCHMARKS = {
+    name: SETTINGS.get(name, Benchmark()) for name in sorted(COMMANDS, key=[*SETTINGS, *sorted(COMMANDS)].index)
+}
+
+
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tests.benchmarks",
@@ -149,6 +157,9 @@ def main(argv: list[str] | None = None) -> None:
     arguments.output.mkdir(parents=True, exist_ok=True)
     for name in arguments.names or BENCHMARKS:
         benchmark = BENCHMARKS[name]
+        if arguments.quick and benchmark.quick is None:
+            print(f"{name} has no miniature", file=sys.stderr)
+            continue
         printed = []
         for options in [benchmark.quick] if arguments.quick else benchmark.full:
             texts = "--synthetic" if arguments.quick else arguments.texts
