@@ -71,7 +71,9 @@ def finish(
         unfinished.mkdir(parents=True)
         _fill_in(card, evaluators, train, unit, run)
         _link(card, sources or ())
-        card.figures += [_figure(unfinished / "retrieval.png", evaluators)]
+        figure, caption = _figure(unfinished / "retrieval.png", evaluators)
+        others = [other for other in card.figures if Path(other[0]).name != figure.name]
+        card.figures = [*others, (str(figure), caption)]
         if push is not None:
             card.set_model_id(push.repo_id)
     trainer.accelerator.wait_for_everyone()
@@ -79,6 +81,7 @@ def finish(
     trainer.accelerator.wait_for_everyone()
     if trainer.is_world_process_zero():
         _replace(final, unfinished)
+        card.figures = [*others, (str(final / figure.name), caption)]  # for a save of the model to come
         print(f"\n{as_text(card.scores)}\n\nmodel   {final}\ncard    {final / 'README.md'}")
         for path, _ in card.figures:
             print(f"figure  {final / Path(path).name}")
@@ -121,13 +124,14 @@ def _fill_in(
         **{f"Evaluation, {name}": describe_dataset(evaluator.pairs, unit) for name, evaluator in held_out.items()},
     }
     largest = max(max(evaluator.answers_of.values()) for evaluator in evaluators)
-    card.untested += [
+    untested = [
         f"Other data than the splits above ({', '.join(held_out)}): other domains, languages and styles.",
         f"Retrieval among more than {largest:,} answers: it gets harder with their number.",
         "Other seeds: this is one run.",
         "Anything but retrieval, such as clustering or classification.",
         "What the model has taken over of the biases in its data.",
     ]
+    card.untested += [item for item in untested if item not in card.untested]
 
 
 def _link(card: ReplayModelCardData, sources: Sequence[str]) -> None:
@@ -138,7 +142,7 @@ def _link(card: ReplayModelCardData, sources: Sequence[str]) -> None:
     card.train_datasets = card.validate_datasets(card.train_datasets)
 
 
-def _figure(path: Path, evaluators: Sequence[RetrievalEvaluator]) -> tuple[str, str]:
+def _figure(path: Path, evaluators: Sequence[RetrievalEvaluator]) -> tuple[Path, str]:
     """The figure and its caption: recall of all splits, and clips or images that queries of the last one bring up."""
     names = {evaluator.name.replace("_", " "): evaluator for evaluator in evaluators}
     ranks = {
@@ -158,7 +162,7 @@ def _figure(path: Path, evaluators: Sequence[RetrievalEvaluator]) -> tuple[str, 
             f"Left: the best of {len(shown.answers)} for {len(retrieved)} queries of {split!r}, right ones framed in "
             f"green. Right: {caption[0].lower()}{caption[1:]}"
         )
-    return str(figure), caption
+    return figure, caption
 
 
 def _replace(final: Path, unfinished: Path) -> None:
