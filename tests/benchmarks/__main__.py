@@ -102,10 +102,7 @@ SETTINGS = {
 
 FOLDER = Path(__file__).parent
 COMMANDS = {file.stem for file in FOLDER.glob("*.py") if "\ndef main(" in file.read_text()} - {"__main__"}
-# In the order of the settings, then those that need none.
-BENCHMARKS = {
-    name: SETTINGS.get(name, Benchmark()) for name in sorted(COMMANDS, key=[*SETTINGS, *sorted(COMMANDS)].index)
-}
+BENCHMARKS = {**SETTINGS, **{name: Benchmark() for name in sorted(COMMANDS - set(SETTINGS))}}
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
