@@ -45,7 +45,14 @@ from st_cached_extras.recipes.hub import take_push
 from st_cached_extras.recipes.lora import add_lora
 from st_cached_extras.recipes.models import load_model, router_mapping
 from st_cached_extras.recipes.run import run
-from st_cached_extras.recipes.splits import columns_of, decode_images, load_splits, with_media, without_broken
+from st_cached_extras.recipes.splits import (
+    columns_of,
+    decode_images,
+    load_splits,
+    texts_of,
+    with_media,
+    without_broken,
+)
 from st_cached_extras.recipes.training import check_training, make_losses, stop_early
 
 
@@ -96,7 +103,7 @@ def main() -> None:
         limits=limits(script),
     )
     if script.model is None:
-        model = tiny_image_tower(train["caption"], model_card_data=card)
+        model = tiny_image_tower(texts_of(train, "caption"), model_card_data=card)
     else:
         model = load_model(script.model, takes="image", model_card_data=card)
     add_lora(model, script)

@@ -75,6 +75,14 @@ def decoded(rows: Rows | DatasetDict, decode: Callable[[Rows], Rows]) -> Rows | 
     )
 
 
+def texts_of(rows: Dataset | DatasetDict | IterableDataset, column: str) -> list[str]:
+    """All texts in a column, of all datasets, such as the captions that the default model's vocabulary is made of."""
+    if isinstance(rows, IterableDataset):
+        raise UsageError("--streaming needs --model: the default model is made of all captions, which a stream hides.")
+    parts = rows.values() if isinstance(rows, DatasetDict) else [rows]
+    return [text for part in parts for text in part[column]]
+
+
 def first_rows(rows: Dataset, count: int | None) -> Dataset:
     """The first rows, or all."""
     return rows if count is None or count >= len(rows) else rows.select(range(count))

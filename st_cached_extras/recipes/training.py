@@ -37,6 +37,7 @@ def check_training(args: RecipeTrainingArguments, data: DataArguments, text_colu
         raise UsageError("--streaming needs --max_steps: how many rows a stream has is not known before its end.")
     if data.streaming and not data.dataset:
         raise UsageError("--streaming needs --dataset: the default data are made here.")
+    args.dataloader_persistent_workers = args.dataloader_num_workers > 0  # else they start anew for every epoch
     if data.streaming:
         args.batch_sampler = BatchSamplers.BATCH_SAMPLER  # there is nothing else for streams
     elif args.batch_sampler == BatchSamplers.NO_DUPLICATES:

@@ -1,10 +1,10 @@
-"""The training script leaves a model that anybody can load, a card with its scores, and a figure."""
+"""The video recipe leaves a model that anybody can load, a card with its scores, and a figure; it goes on where it was
+killed, trains single vision-language models as well as two towers, and refuses what it cannot use in one line."""
 
 from __future__ import annotations
 
 import os
 import re
-import runpy
 import socket
 import subprocess
 import sys
@@ -17,18 +17,23 @@ import pytest
 from PIL import Image
 from sentence_transformers import SentenceTransformer
 
-from st_cached_extras.data import moving_shapes
+from st_cached_extras.data import decode_videos, moving_shapes
+from st_cached_extras.testing.tiny_vlms import tiny_qwen2_5_vl, tiny_qwen2_vl, tiny_qwen3_vl, tiny_smolvlm
+from tests.training_scripts.recipe_runs import (
+    SCRIPTS,
+    assert_a_run_that_was_killed_ends_as_one_that_was_not,
+    refused,
+    run_recipe,
+)
 
-SCRIPTS = Path(__file__).parents[2] / "training_scripts"
-SCRIPT = SCRIPTS / "train_video_embedder.py"
-SMALL = ["--max_steps", "3", "--per_device_train_batch_size", "16", "--mini_batch_size", "8", "--logging_steps", "1"]
+SCRIPT = "train_video_embedder"
+BATCHES = ["--per_device_train_batch_size", "16", "--mini_batch_size", "8"]
+SMALL = [*BATCHES, "--max_steps", "3", "--logging_steps", "1"]
 
 
-def run_here(monkeypatch, *arguments: str) -> None:
-    """Runs the script in this process, which spares the imports."""
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *SMALL, *arguments])
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    runpy.run_path(str(SCRIPT), run_name="__main__")
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("cache")))
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +57,7 @@ def finished(tmp_path_factory) -> tuple[Path, str, list]:
         endpoint = f"http://127.0.0.1:{hub.getsockname()[1]}"
         environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "CUDA_VISIBLE_DEVICES": ""}
         done = subprocess.run(
-            [sys.executable, str(SCRIPT), *arguments],
+            [sys.executable, str(SCRIPTS / f"{SCRIPT}.py"), *arguments],
             cwd=folder,
             env=environment,
             capture_output=True,
@@ -77,11 +82,11 @@ def count_connections(hub: socket.socket, asked: list) -> None:
 
 def test_the_run_prints_scores_before_and_after_beside_chance_and_where_things_are(finished):
     final, output, _ = finished
-    assert re.search(r"Split +Text to video +Chance +Before +After +95 % interval", output)
+    assert re.search(r"Split +Retrieval +Metric +Chance +Before +After", output)
+    score = r"[01]\.\d{3} \([01]\.\d{3} to [01]\.\d{3}\)"
     for split in ("test", "novel"):
-        assert re.search(
-            rf"{split} +R@5 +0\.417 +[01]\.\d{{3}} +[01]\.\d{{3}} +[01]\.\d{{3}} to [01]\.\d{{3}}", output
-        )
+        for direction in ("caption to video", "video to caption"):
+            assert re.search(rf"{split} +{direction} +R@5 +0\.417 +{score} +{score}", output)
     for file in ("README.md", "retrieval.png"):
         assert str(Path("out") / "final" / file) in output
         assert (final / file).stat().st_size > 1000
@@ -93,13 +98,13 @@ def test_nothing_asks_the_hub(finished):
 
 def test_the_card_has_the_scores_the_figure_and_the_command_but_no_secret(finished):
     text = (finished[0] / "README.md").read_text()
-    assert re.search(r"\| novel \| R@5 \| 0\.417 \| [01]\.\d{3} \| [01]\.\d{3} \|", text)
+    assert re.search(r"\| novel \| caption to video \| R@5 \| 0\.417 \| [01]\.\d{3} \(", text)
     assert "(retrieval.png)" in text
-    assert "python train_video_embedder.py --max_steps 3" in text
+    assert "train_video_embedder.py --per_device_train_batch_size 16" in text
     assert not any(b"hf_secret" in file.read_bytes() for file in finished[0].rglob("*") if file.is_file())
     assert "CachedInfoNCELoss" in text
     assert "## Known limits" in text
-    assert re.search(r"\*\*train:\*\* 48 clips, fingerprint `\w+`", text)
+    assert re.search(r"48 clips, fingerprint `\w+`", text)
 
 
 def test_the_figure_is_a_picture_of_readable_size(finished):
@@ -128,64 +133,162 @@ def raw_clips(n: int) -> datasets.Dataset:
 def test_a_parquet_file_of_bytes_trains_under_other_column_names(tmp_path, monkeypatch, capsys):
     (tmp_path / "data").mkdir()
     raw_clips(60).to_parquet(str(tmp_path / "data" / "train.parquet"))
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     out = tmp_path / "out"
-    run_here(
+    run_recipe(
         monkeypatch,
+        SCRIPT,
         *("--dataset", str(tmp_path / "data"), "--text_column", "video_caption", "--output_dir", str(out)),
-        *("--eval_strategy", "steps", "--eval_steps", "2"),
+        *(*SMALL, "--eval_strategy", "steps", "--eval_steps", "2", "--dataloader_num_workers", "1"),
     )
     text = (out / "final" / "README.md").read_text()
-    assert re.search(r"\| held out \| R@5 \|", text)
+    assert re.search(r"\| held out \| caption to video \| R@5 \|", text)
     assert "54 clips" in text  # a tenth is held out
     assert "held out" in capsys.readouterr().out
 
 
-def test_a_folder_of_mp4_files_trains_and_a_trained_model_trains_on(tmp_path, monkeypatch, finished):
+def folder_of_clips(folder: Path, broken: int = 0) -> Path:
+    """Files of clips with captions, as `datasets` wants them, of which the first ones are no videos."""
     for split, n in (("train", 24), ("test", 8)):
-        folder = tmp_path / "clips" / split
-        folder.mkdir(parents=True)
+        (folder / split).mkdir(parents=True)
         lines = ["file_name,sentence"]
         for row in raw_clips(n):
-            (folder / f"{row['id']}.mp4").write_bytes(row["video"])
+            bad = split == "train" and row["id"] < broken
+            (folder / split / f"{row['id']}.mp4").write_bytes(b"no video" if bad else row["video"])
             lines.append(f"{row['id']}.mp4,{row['video_caption']}")
-        (folder / "metadata.csv").write_text("\n".join(lines))
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    out = tmp_path / "out"
-    run_here(
+        (folder / split / "metadata.csv").write_text("\n".join(lines))
+    return folder
+
+
+def test_a_folder_of_mp4_files_trains_and_a_trained_model_trains_on(tmp_path, monkeypatch, finished):
+    clips, out = folder_of_clips(tmp_path / "clips", broken=2), tmp_path / "out"
+    run_recipe(
         monkeypatch,
-        *("--dataset", str(tmp_path / "clips"), "--text_column", "sentence", "--eval_split", "test"),
-        *("--model", str(finished[0]), "--output_dir", str(out)),
+        SCRIPT,
+        *("--dataset", str(clips), "--text_column", "sentence", "--eval_split", "test"),
+        *("--broken", "skip", "--model", str(finished[0]), "--output_dir", str(out), *SMALL),
     )
     text = (out / "final" / "README.md").read_text()
-    assert re.search(r"\| test \| R@5 \| 0\.625 \|", text)
-    assert "`learning_rate`: 2e-05" in text
+    assert re.search(r"\| test \| caption to video \| R@5 \| 0\.625 \|", text)
+    assert "22 clips" in text and "`learning_rate`: 2e-05" in text
 
 
-def test_a_saved_dataset_and_wrong_names_are_told_apart(tmp_path, monkeypatch):
-    raw_clips(4).save_to_disk(tmp_path / "saved")
-    common = ("--dataset", str(tmp_path / "saved"), "--output_dir", str(tmp_path / "out"))
-    with pytest.raises(ValueError, match=r"--text_column is 'caption', but the columns are .*'video_caption'"):
-        run_here(monkeypatch, *common)
-    with pytest.raises(ValueError, match=r"no split 'validation'; its splits are \['train'\]"):
-        run_here(monkeypatch, *common, "--eval_split", "validation")
-
-
-def test_only_the_finished_model_is_pushed_and_privately(tmp_path, monkeypatch):
-    pushed = []
-
-    def push(model, repo_id, **options):
-        pushed.append((repo_id, options, list(model.model_card_data.figures)))
-
-    monkeypatch.setattr(SentenceTransformer, "push_to_hub", push)
-    run_here(
+def test_a_killed_run_goes_on_and_ends_as_one_that_was_not(tmp_path, monkeypatch, capsys):
+    clips = decode_videos(moving_shapes("test", 2, show_progress_bar=False), num_frames=4)
+    assert_a_run_that_was_killed_ends_as_one_that_was_not(
         monkeypatch,
-        *("--train_clips", "32", "--eval_clips", "8", "--output_dir", str(tmp_path / "out")),
-        *("--push_to_hub", "--hub_model_id", "me/finder"),
+        capsys,
+        tmp_path,
+        SCRIPT,
+        *(*BATCHES, "--train_clips", "48", "--eval_clips", "6", "--num_frames", "4"),
+        encode=lambda model: model.encode_document([row["video"] for row in clips]),
     )
-    [(repo_id, options, figures)] = pushed
-    assert repo_id == "me/finder"
-    assert options["private"] is True
-    assert len(figures) == 1
-    assert options["local_model_path"] == str(tmp_path / "out" / "final")
-    assert 'snapshot_download("me/finder")' in (tmp_path / "out" / "final" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("make", [tiny_qwen2_vl, tiny_qwen2_5_vl, tiny_qwen3_vl, tiny_smolvlm])
+def test_a_single_vision_language_model_trains_with_adapters(make, tmp_path, monkeypatch):
+    make().save_pretrained(str(tmp_path / "model"), create_model_card=False)
+    out = tmp_path / "out"
+    run_recipe(
+        monkeypatch,
+        SCRIPT,
+        *("--model", str(tmp_path / "model"), "--lora_rank", "2", "--learning_rate", "1e-1", "--fps", "4"),
+        *(
+            "--num_frames",
+            "4",
+            "--train_clips",
+            "16",
+            "--eval_clips",
+            "4",
+            "--max_steps",
+            "2",
+            "--output_dir",
+            str(out),
+        ),
+        *("--per_device_train_batch_size", "8", "--mini_batch_size", "4", "--frame_size", "28"),
+    )
+    clip = moving_shapes("test", 1, show_progress_bar=False)
+    value = decode_videos(clip, num_frames=4, with_metadata=True)[0]["video"]
+    before, after = (SentenceTransformer(str(path), device="cpu") for path in (tmp_path / "model", out / "final"))
+    assert before.state_dict().keys() == after.state_dict().keys()
+    before, after = before.encode(value), after.encode(value)
+    assert np.isfinite(after).all() and not np.allclose(before, after, atol=1e-5)
+    assert "num_frames 4" in (out / "final" / "README.md").read_text()
+
+
+def test_several_datasets_of_clips_and_a_stream_train(tmp_path, monkeypatch, capsys):
+    for name in ("one", "two"):
+        raw_clips(20).to_parquet(str(tmp_path / f"{name}.parquet"))
+    data = ("--text_column", "video_caption", *BATCHES, "--max_steps", "2", "--num_frames", "2")
+    several = (
+        "--dataset",
+        str(tmp_path / "one.parquet"),
+        str(tmp_path / "two.parquet"),
+        "--loss",
+        "infonce",
+        "sigmoid",
+    )
+    run_recipe(monkeypatch, SCRIPT, *data, *several, "--output_dir", str(tmp_path / "several"))
+    assert re.search(r"two held out +caption to video", capsys.readouterr().out)
+    stream = (
+        "--dataset",
+        str(tmp_path / "one.parquet"),
+        "--streaming",
+        "true",
+        "--eval_clips",
+        "4",
+        "--broken",
+        "skip",
+    )
+    assert "--streaming needs --model" in refused(monkeypatch, capsys, tmp_path, SCRIPT, *data, *stream)
+    run_recipe(
+        monkeypatch,
+        SCRIPT,
+        *data,
+        *stream,
+        "--model",
+        str(tmp_path / "several" / "final"),
+        "--output_dir",
+        str(tmp_path / "stream"),
+    )
+    assert re.search(r"first 4 +caption to video", capsys.readouterr().out)
+
+
+def test_what_cannot_train_is_refused_in_one_line_and_nothing_is_written(tmp_path, monkeypatch, capsys):
+    raw_clips(6).save_to_disk(tmp_path / "saved")
+    clips = folder_of_clips(tmp_path / "clips", broken=24)
+    pairs = {"video": ["a sentence", "another one"] * 3, "caption": ["x", "y"] * 3}
+    datasets.Dataset.from_dict(pairs).to_parquet(str(tmp_path / "text.parquet"))
+
+    def line(source: str | Path, *arguments: str) -> str:
+        arguments = ("--dataset", str(tmp_path / source), "--max_steps", "2", *arguments)
+        return refused(monkeypatch, capsys, tmp_path, SCRIPT, *arguments)
+
+    assert "names the column 'caption', but the columns are ['video', 'video_caption', 'id']" in line("saved")
+    captioned = ("--text_column", "video_caption")
+    assert "no split 'validation'; its splits are ['train']" in line("saved", *captioned, "--eval_split", "validation")
+    assert "--video_column id must name a column of videos, but it holds int64" in line(
+        "saved", *captioned, "--video_column", "id"
+    )
+    assert "it holds text such as 'a sentence'" in line("text.parquet")
+    assert "Row 0 of the column 'video' cannot be read" in line(clips, "--text_column", "sentence")
+    assert "None of the" in line(clips, "--text_column", "sentence", "--broken", "skip")
+    assert "--num_frames must be at least 2" in line("saved", "--num_frames", "1")
+    assert "an even number of frames" in line("saved", "--num_frames", "3")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{")
+    assert "cannot be loaded" in line("saved", *captioned, "--model", str(tmp_path / "model"))
+
+
+def test_a_refusal_is_one_line_and_the_exit_code_2_for_the_shell(tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(SCRIPTS / f"{SCRIPT}.py"), "--dataset", "nowhere.parquet", "--output_dir", "out"],
+        cwd=tmp_path,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert [line for line in done.stderr.splitlines() if "nowhere.parquet" in line] == done.stderr.splitlines()[-1:]
+    assert "Traceback" not in done.stderr and not (tmp_path / "out").exists()
