@@ -63,7 +63,7 @@ class ScriptArguments:
     landmarks: int = field(default=512, metadata={"help": "Landmarks of the references that are made here."})
     dataset: str | None = field(default=None, metadata={"help": "Hub id or path. Default: installed docstrings."})
     columns: list[str] | None = field(default=None, metadata={"help": "Its two columns. Default: the first two."})
-    train_pairs: int = field(default=8000, metadata={"help": "Pairs whose texts are learnt from, at most."})
+    train_pairs: int = field(default=4000, metadata={"help": "Pairs whose texts are learnt from, at most."})
     eval_pairs: int = field(default=500, metadata={"help": "Pairs held out."})
     mini_batch_size: int = field(default=32, metadata={"help": "Texts that are in memory at once."})
     gather_across_devices: bool = field(default=False, metadata={"help": "One cloud of the texts of all devices."})
@@ -74,7 +74,7 @@ class TrainingArguments(RecipeTrainingArguments):
     """The Trainer's arguments, with defaults for the default run."""
 
     output_dir: str = field(default="output/distilled-embedder", metadata={"help": "Where the model goes."})
-    num_train_epochs: float = field(default=2, metadata={"help": "Passes over the texts."})
+    num_train_epochs: float = field(default=3, metadata={"help": "Passes over the texts."})
     per_device_train_batch_size: int = field(default=512, metadata={"help": "Texts that make a cloud."})
     per_device_eval_batch_size: int = field(default=64, metadata={"help": "Texts that are embedded at once."})
 
