@@ -80,6 +80,7 @@ def finish(
     trainer.save_model(str(unfinished))  # on all ranks: some engines leave each of them a part of the model
     trainer.accelerator.wait_for_everyone()
     if trainer.is_world_process_zero():
+        (unfinished / "training_args.bin").unlink(missing_ok=True)  # a pickle, and of no use to who loads the model
         _replace(final, unfinished)
         card.figures = [*others, (str(final / figure.name), caption)]  # for a save of the model to come
         print(f"\n{as_text(card.scores)}\n\nmodel   {final}\ncard    {final / 'README.md'}")
