@@ -62,9 +62,9 @@ def load_splits(
             split = "held out"
         else:
             scored = prepare(load_rows(source, data.eval_split, config=data.dataset_config), source, index)
-            split = data.eval_split
+            scored, split = first_rows(scored, data.eval_rows), data.eval_split
         train[name] = first_rows(rows, data.train_rows)
-        evaluation[split if len(sources) == 1 else f"{name} {split}"] = first_rows(scored, data.eval_rows)
+        evaluation[split if len(sources) == 1 else f"{name} {split}"] = scored
     return (DatasetDict(train) if len(train) > 1 else next(iter(train.values()))), evaluation
 
 

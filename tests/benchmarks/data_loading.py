@@ -3,8 +3,8 @@
     python -m tests.benchmarks.data_loading --workers 0 2
 
 trains the default model of `train_video_embedder.py` on moving shapes for some steps, once for each number of workers,
-and prints the means over steps of the time between asking for a batch and having it, and of whole steps. Ends of epochs
-are among them; the first steps, in which workers start, are not counted.
+and prints the means over steps of the time between asking for a batch and having it, and of whole steps. Ends of
+epochs are among them; the first steps, in which workers start, are not counted.
 """
 
 from __future__ import annotations
