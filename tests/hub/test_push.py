@@ -11,20 +11,8 @@ from sentence_transformers import SentenceTransformerTrainingArguments
 from st_cached_extras.recipes import hub as pushing
 from st_cached_extras.recipes.errors import UsageError
 from st_cached_extras.recipes.hub import Push, check_push, push_folder, take_push
-from tests.hub.stand_in import HubStandIn
 
 WEIGHTS = b"weights" * 1000
-
-
-@pytest.fixture
-def hub(monkeypatch, tmp_path):
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    with HubStandIn() as hub:
-        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
-        yield hub
 
 
 @pytest.fixture
