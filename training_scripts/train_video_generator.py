@@ -18,6 +18,7 @@ last checkpoint. `--help` lists every argument.
 from __future__ import annotations
 
 import os
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ import torch
 from accelerate import Accelerator
 from clip_classifier import load_classifier, save_classifier, train_classifier
 from generator_encoders import features_of, make_encoders, train_tower
+from generator_engines import check_resume, prepare, take_step
 from generator_evaluation import GeneratorEvaluator
 from generator_progress import Progress, load_checkpoint, report, save_checkpoint
 from tiny_video_generator import TinyVideoGenerator, render, vocabulary
@@ -37,7 +39,9 @@ from transformers import HfArgumentParser, get_cosine_schedule_with_warmup, set_
 
 from st_cached_extras.data import moving_shapes
 from st_cached_extras.data.moving_shapes import COLOURS, SHAPES
+from st_cached_extras.distributed.checkpoints import copy_whole_parameters
 from st_cached_extras.objectives.mmd import EncoderBalance, MultiEncoderMMD, NystromReference
+from st_cached_extras.recipes.hub import Push, check_push
 from st_cached_extras.replay import FeatureGradientReplay, Stage, Staged
 
 READ = {"shape": list(SHAPES), "colour": list(COLOURS)}  # what the judge reads off a clip
@@ -80,7 +84,10 @@ class Arguments:
 
 def main() -> None:
     (args,) = HfArgumentParser(Arguments).parse_args_into_dataclasses()
+    if args.push_to_hub:
+        args.push_to_hub = check_push(Push(args.push_to_hub)).repo_id
     accelerator = Accelerator()
+    checkpoints = check_resume(accelerator, args.resume)
     set_seed(args.seed)
     folder = Path(args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -109,7 +116,8 @@ def main() -> None:
     optimizer = torch.optim.Adam(generator.parameters(), args.learning_rate, betas=(0.5, 0.95))
     schedule = get_cosine_schedule_with_warmup(optimizer, args.warmup_steps, args.steps)
     conditions = generator.condition(train_captions).to(accelerator.device)
-    generator, optimizer = accelerator.prepare(generator, optimizer)
+    whole = deepcopy(generator).to(accelerator.device)  # for the average, as devices may hold shards
+    generator, optimizer = prepare(accelerator, generator, optimizer, args.batch_size)
 
     # Objective: the joint law of features and captions, because a marginal one cannot teach what a caption asks for
     references = {}
@@ -161,13 +169,13 @@ def main() -> None:
         noise, rows = draw(progress.step, accelerator.process_index, len(train), average.module.noise_size, args)
         inputs = {"noise": noise.to(accelerator.device), "condition": conditions[rows]}
         raw = train_step(replay, staged, generator, inputs, args)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(accelerator, generator, optimizer)
         schedule.step()
-        average.update_parameters(accelerator.unwrap_model(generator))
+        copy_whole_parameters(generator, whole)
+        average.update_parameters(whole)
         balance.update(raw)
         progress.add(raw)
-        if progress.step % args.save_steps == 0 and accelerator.is_main_process:
+        if checkpoints and progress.step % args.save_steps == 0 and accelerator.is_main_process:
             save_checkpoint(folder, accelerator.unwrap_model(generator), progress)
     progress.evaluate(evaluator)
 

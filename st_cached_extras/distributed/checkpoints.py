@@ -1,4 +1,4 @@
-"""Whole weights of a model whose parameters are sharded over ranks: to write them, and to read them back."""
+"""Whole weights of a model whose parameters are sharded over ranks: to write, to copy, and to read them back."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 
 def whole_weights(wrapped: Any) -> dict[str, Tensor]:
@@ -36,6 +40,49 @@ def whole_weights(wrapped: Any) -> dict[str, Tensor]:
             if dist.get_rank() == 0:
                 whole[parameter] = parameter.detach().cpu().clone()
     return {name: whole[parameter] for name, parameter in parameters.items() if parameter in whole}
+
+
+def whole_parameters(wrapped: nn.Module) -> dict[str, Tensor]:
+    """Whole copies of a model's parameters, on every rank and in fp32 or better; a collective if they are sharded.
+
+    Args:
+        wrapped: a plain model, or one wrapped by any engine. Of DeepSpeed, masters are what is copied.
+
+    Returns:
+        By their names in the plain model, without second names of tied ones.
+    """
+    inner = extract_model_from_parallel(wrapped)
+    masters = inner is not wrapped and not isinstance(wrapped, DistributedDataParallel)
+    return {name: _whole(parameter, masters) for name, parameter in inner.named_parameters()}
+
+
+def _whole(parameter: nn.Parameter, masters: bool) -> Tensor:
+    whole = parameter.detach()
+    if isinstance(whole, DTensor):
+        whole = whole.full_tensor()
+    elif masters:
+        import deepspeed
+
+        master = deepspeed.utils.safe_get_full_fp32_param(parameter)
+        if master is not None:
+            whole = master
+        elif hasattr(parameter, "ds_id"):  # frozen
+            with deepspeed.zero.GatheredParameters([parameter]):
+                whole = parameter.detach().clone()
+    return whole.to(torch.promote_types(whole.dtype, torch.float32), copy=True)
+
+
+@torch.no_grad()
+def copy_whole_parameters(wrapped: nn.Module, plain: nn.Module) -> None:
+    """Copy the parameters of a model, whatever wraps it, into a plain one on every rank: a collective if sharded.
+
+    Args:
+        wrapped: the model in training.
+        plain: another one of the same architecture, whole on every rank, such as one for an average of weights.
+    """
+    parameters = dict(plain.named_parameters())
+    for name, whole in whole_parameters(wrapped).items():
+        parameters[name].copy_(whole)
 
 
 @contextmanager

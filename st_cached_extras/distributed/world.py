@@ -170,7 +170,8 @@ class ProcessGroupWorld(World):
     @property
     def _device(self) -> torch.device:
         """Where collectives of this group take their tensors from."""
-        if dist.get_backend(self._group) in (dist.Backend.GLOO, dist.Backend.MPI):
+        of_cpu = dist.get_backend(self._group) in (dist.Backend.GLOO, dist.Backend.MPI)
+        if of_cpu or not torch.accelerator.is_available():  # a group of no backend by name has one for each device
             return torch.device("cpu")
         return torch.accelerator.current_accelerator() or torch.device("cpu")
 

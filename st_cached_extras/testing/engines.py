@@ -184,35 +184,6 @@ def check_wrapped(model: Any, engine: str) -> None:
         raise AssertionError(f"{engine} was asked for, and the model is wrapped by {names[:3]}, ZeRO stage {stage}.")
 
 
-def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Whole copies of a model's parameters in their highest precision, on every rank: a collective if sharded.
-
-    Args:
-        model: a plain model, or one wrapped by any engine; names are those of the plain model.
-    """
-    names = [parent.__name__ for parent in type(model).__mro__]
-    is_deepspeed = "DeepSpeedEngine" in names
-    inner = model.module if is_deepspeed or "DistributedDataParallel" in names else model
-    return {name: _whole(parameter, is_deepspeed) for name, parameter in inner.named_parameters()}
-
-
-def _whole(parameter: nn.Parameter, is_deepspeed: bool) -> Tensor:
-    whole = parameter.detach()
-    if hasattr(whole, "full_tensor"):
-        whole = whole.full_tensor()
-    elif is_deepspeed:
-        import deepspeed
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        master = safe_get_full_fp32_param(parameter)
-        if master is not None:
-            whole = master
-        elif hasattr(parameter, "ds_id"):  # frozen
-            with deepspeed.zero.GatheredParameters([parameter]):
-                whole = parameter.detach().clone()
-    return whole.float().clone()
-
-
 def local_elements(model: nn.Module) -> int:
     """Elements of the model's parameters that this rank holds."""
     return sum(_local(parameter).numel() for parameter in model.parameters())

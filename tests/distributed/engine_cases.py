@@ -14,6 +14,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from st_cached_extras.distributed.checkpoints import whole_parameters
 from st_cached_extras.distributed.engines import engine_of
 from st_cached_extras.losses import CachedInfoNCELoss
 from st_cached_extras.objectives import InfoNCE
@@ -23,7 +24,6 @@ from st_cached_extras.testing.engines import (
     forget_engine,
     local_elements,
     make_accelerator,
-    whole_parameters,
 )
 from st_cached_extras.testing.tiny_models import (
     random_clips,

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from st_cached_extras.distributed.checkpoints import whole_parameters
 from st_cached_extras.replay import FeatureGradientReplay, Stage, Staged
 from st_cached_extras.testing.dense_rbf import DenseRBF
-from st_cached_extras.testing.engines import check_wrapped, forget_engine, make_accelerator, whole_parameters
+from st_cached_extras.testing.engines import check_wrapped, forget_engine, make_accelerator
 from st_cached_extras.testing.tiny_models import relative_error
 
 LEARNING_RATE, STEPS, ACCUMULATION = 0.3, 2, 2

@@ -13,13 +13,13 @@ from sentence_transformers import SentenceTransformer, SentenceTransformerTraini
 from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator
 
 from st_cached_extras import CachedInfoNCELoss, ReplaySentenceTransformerTrainer
+from st_cached_extras.distributed.checkpoints import whole_parameters
 from st_cached_extras.testing.engines import (
     check_wrapped,
     fsdp2_on_cpu,
     local_elements,
     local_optimizer_elements,
     trainer_arguments,
-    whole_parameters,
 )
 from st_cached_extras.testing.tiny_models import random_sentences, tiny_text_model
 

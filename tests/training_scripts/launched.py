@@ -9,6 +9,7 @@ What a launcher asks for by environment variables and arguments, Accelerate gran
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -32,6 +33,8 @@ def run_script(engine: str, script: Path, *arguments: str) -> None:
     torch.set_num_threads(1)
     if engine.startswith("zero"):
         deepspeed_on_cpu()
+    else:
+        os.environ["ACCELERATE_USE_CPU"] = "true"
     prepare, prepared = Accelerator.prepare, []
 
     def noting(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
