@@ -23,14 +23,15 @@ class ZBPBlock(ZBPLayer, nn.Module):
         batch_dims: leading axes of the input that count samples.
         local: a differentiable stand-in for f with the same arguments, such as its fake-quantised form or a
             surrogate: autograd goes through it where the configuration asks for autograd (``mode="exact"``,
-            ``param_mode="local"`` and ``"straight_through"``). It should use f's own parameters.
+            ``param_mode="local"`` and ``"straight_through"``), and ``control="local"`` starts from it. It should use
+            f's own parameters.
         estimate_input_grad: False stops gradients at the input of f.
         name: seeds its probes: give blocks of one model different names.
         batched: f takes any number of leading axes, so that ``probe_chunk`` probes are one call of it.
 
     Raises:
         TypeError: f, skip or local cannot be called, or config is no ZBPConfig.
-        ValueError: ``param_mode="straight_through"`` without ``local``.
+        ValueError: ``param_mode="straight_through"`` or ``control="local"`` without ``local``.
 
     Example::
 
@@ -91,5 +92,10 @@ def checked_config(config: ZBPConfig, local: Callable[..., Any] | None) -> ZBPCo
         raise ValueError(
             "param_mode='straight_through' differentiates the layer's stand-in: give it as local=..., or use "
             "param_mode='auto', 'zo' or 'none'."
+        )
+    if config.control == "local" and local is None:
+        raise ValueError(
+            "control='local' starts from the gradient of the layer's stand-in: give it as local=..., or use "
+            "control=None."
         )
     return config

@@ -58,8 +58,10 @@ class ZBPConfig:
         subspace: ``"full"``, or ``"error"``: probes among the top left singular vectors of v alone, [T, C] per
             sample. Biased: what lies outside is lost. In exchange the variance is that of ``subspace_rank * C``.
         subspace_rank: how many of those vectors.
-        control: what is known exactly and not estimated: ``"identity"``, the path J = I (unbiased), or ``"fit"``, the
-            component of g along v (two more queries; its shrinking compounds over layers); None for nothing.
+        control: what is known exactly and not estimated: ``"identity"``, the path J = I (unbiased); ``"fit"``, the
+            component of g along v (two more queries; its shrinking compounds over layers); ``"local"``, that along
+            the gradient of the layer's differentiable stand-in (unbiased; two more queries and a backward through the
+            stand-in, which need not be right: it only says where to look first); None for nothing.
         eps: step of the differences; None to choose it at the first backward from the readout's noise.
         eps_mode: ``"relative"`` to the RMS of a unit's input, or ``"absolute"``.
         units: what is estimated on its own: ``"sample"`` (a row, or a packed segment where the layer is given
@@ -97,7 +99,7 @@ class ZBPConfig:
     probe: str = "orthogonal"
     subspace: Literal["full", "error"] = "full"
     subspace_rank: int = 1
-    control: Literal["fit", "identity"] | None = None
+    control: Literal["fit", "identity", "local"] | None = None
     eps: float | None = None
     eps_mode: Literal["relative", "absolute"] = "relative"
     units: Units = "sample"
@@ -122,7 +124,7 @@ class ZBPConfig:
         _check_choice("mode", self.mode, sorted(KNOWN_MODES))
         _check_choice("probe", self.probe, PROBES)
         _check_choice("subspace", self.subspace, ("full", "error"))
-        _check_choice("control", self.control, ("fit", "identity", None))
+        _check_choice("control", self.control, ("fit", "identity", "local", None))
         _check_choice("eps_mode", self.eps_mode, ("relative", "absolute"))
         _check_choice("shrink", self.shrink, ("mmse", None))
         _check_choice("param_mode", self.param_mode, PARAMETER_MODES)
@@ -150,7 +152,7 @@ class ZBPConfig:
 
     def _check_local(self) -> None:
         for name, value in (("control", self.control), ("shrink", self.shrink)):
-            if value in ("fit", "mmse"):
+            if value in ("fit", "local", "mmse"):
                 raise ValueError(
                     f"{name}={value!r} needs units that do not overlap, got units={self.units!r}. Use "
                     f"{name}=None, or units='sample'."

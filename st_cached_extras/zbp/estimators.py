@@ -2,8 +2,8 @@
 
 With probes u_i, E[u u^T] = I, and readings D_i = <v, J u_i>: ĝ = (1/n) sum_i u_i D_i, E ĝ = g (Nesterov & Spokoiny
 2017, "Random gradient-free minimization of convex functions", for differences; Baydin et al. 2022, arXiv 2202.08587,
-for forward mode). What is known exactly need not be estimated: with a control s v, ĝ = s v + (1/n) sum_i u_i
-(D_i - s <v, u_i>), of which only the remainder has variance.
+for forward mode). What is known exactly need not be estimated: with a control s w, ĝ = s w + (1/n) sum_i u_i
+(D_i - s <w, u_i>), of which only the remainder has variance. w is v itself, or what a stand-in answers.
 """
 
 from __future__ import annotations
@@ -140,10 +140,10 @@ def default_probes(size: int) -> int:
 def estimate(call: LayerCall) -> Tensor:
     """The rule of the modes cd, fd, jvp and oracle. Chooses ``call.eps`` first, where it is None."""
     config = call.config
-    if config.control is not None and call.v.shape != call.x.shape:
+    if config.control in ("fit", "identity") and call.v.shape != call.x.shape:
         raise ValueError(
             f"control={config.control!r} needs a layer that keeps the shape of its input, got {tuple(call.x.shape)} "
-            f"to {tuple(call.v.shape)}. Use control=None."
+            f"to {tuple(call.v.shape)}. Use control=None, or 'local' with a stand-in."
         )
     units = layout_of(config, call.x.shape, call.v.shape, call.segments, call.batch_dims)
     readout = Readout(
@@ -161,28 +161,29 @@ def estimate(call: LayerCall) -> Tensor:
     along = derivative_along(call, readout)
     directions = Directions(call, units, readout)
 
-    v, n = readout.v, directions.n
+    n = directions.n
     if config.measurement:
         along = Measured(along, call, n)
-    control, known = _control(call, readout, along)
+    control = _control(call, readout, along)
     surrogate = SurrogateControl(call, units, readout.dtype) if config.surrogate else None
     total = torch.zeros(call.x.shape, dtype=readout.dtype, device=call.x.device)
     for start in range(0, n, config.probe_chunk):
         u = directions.draw(start, min(start + config.probe_chunk, n))  # [k, *input shape]
         D = along(u)  # [k, readings]
         if control is not None:
-            D = D - control * units.read(v * u)
+            D = D - control.factor * units.read(control.direction * u)
         if surrogate is not None:
             D = surrogate.remainder(u, D)
         total += (units.spread(D) * u).sum(0)
     total /= n
     if config.shrink == "mmse":
         total /= 1 + directions.relative_variance()
+    if control is not None:
+        total += control.known
     if surrogate is not None:
         surrogate.learn()
-        known = surrogate.known
-    if known is not None:
-        total += known
+        if surrogate.known is not None:
+            total += surrogate.known
     if call.valid is not None and config.mask_padding:
         total = total * call.valid
     return total.to(call.x.dtype)
@@ -259,25 +260,37 @@ def error_subspace(v: Tensor, shape: torch.Size, rank: int) -> Tensor:
     return torch.linalg.svd(v, full_matrices=False).U[..., :rank]
 
 
-def _control(
-    call: LayerCall, readout: Readout, along: Callable[[Tensor], Tensor]
-) -> tuple[Tensor | float | None, Tensor | None]:
-    """s per reading, and the known part s v of the gradient."""
-    control, v = call.config.control, readout.v
+@dataclass(frozen=True)
+class Control:
+    """What is known of a gradient.
+
+    Attributes:
+        factor: s, one per reading.
+        direction: w, of the input's shape.
+        known: s w, of the input's shape.
+    """
+
+    factor: Tensor | float
+    direction: Tensor
+    known: Tensor
+
+
+def _control(call: LayerCall, readout: Readout, along: Callable[[Tensor], Tensor]) -> Control | None:
+    control, v, units = call.config.control, readout.v, readout.units
     if control is None:
-        return None, None
+        return None
     if control == "identity":
-        return 1.0, v
-    # The exact derivative along v, with v scaled to an RMS of 1 so that the step is that of a probe.
+        return Control(1.0, v, v)
+    w = v if control == "fit" else exact(call).to(readout.dtype)
+    # The exact derivative along w, with w scaled to an RMS of 1 so that the step is that of a probe.
     tiny = torch.finfo(readout.dtype).tiny
-    scale = readout.units.rms(v)[1].clamp_min(tiny)
-    direction = (v / scale)[None]
+    direction = (w / units.rms(w)[1].clamp_min(tiny))[None]
     if call.config.mode == "fd":
         D = readout.central(direction, readout.steps(call.eps, call.config.eps_mode))
     else:
         D = along(direction)
-    s = D / readout.units.read(direction * v).clamp_min(tiny)  # [1, readings]
-    return s, readout.units.spread(s)[0] * v
+    s = D / units.read(direction * w).clamp_min(tiny)  # [1, readings]
+    return Control(s, w, units.spread(s)[0] * w)
 
 
 def exact(call: LayerCall) -> Tensor:

@@ -58,11 +58,12 @@ class OpticalIntensity(nn.Module):
             y = self.intensity(x)
             generator = private_generator(x.device, self.seed, "noise", self.measurements)
             self.measurements += 1
-            y = y * (1 + self.noise * torch.randn(y.shape, generator=generator, device=y.device, dtype=y.dtype))
+            # In place: a camera costs no time, and its simulation should cost little.
+            y *= torch.randn(y.shape, generator=generator, device=y.device, dtype=y.dtype).mul_(self.noise).add_(1)
             if self.bits is None:
                 return y
             steps = (2**self.bits - 1) / self.full_scale
-            return (y.clamp(0, self.full_scale) * steps).round() / steps
+            return y.clamp_(0, self.full_scale).mul_(steps).round_().div_(steps)
 
     def intensity(self, x: Tensor) -> Tensor:
         """|A x|² without noise and converter, differentiable: what the laboratory does not have."""

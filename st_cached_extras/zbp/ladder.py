@@ -72,8 +72,8 @@ def with_int8_layers(model: SentenceTransformer, names: list[str]) -> SentenceTr
 
 
 def optical_arms(probes: tuple[int, ...] = (16, 64), modes: tuple[str, ...] = ()) -> list[Arm]:
-    """Nothing trained, head ignored, linear surrogate, ZBP at several budgets, exact. Straight-through is not defined:
-    the head changes the size of the vector.
+    """Nothing trained, head ignored, linear surrogate, ZBP at several budgets, by itself and with the surrogate as its
+    control, exact. Straight-through is not defined: the head changes the size of the vector.
 
     Args:
         probes: the budgets.
@@ -84,6 +84,10 @@ def optical_arms(probes: tuple[int, ...] = (16, 64), modes: tuple[str, ...] = ()
         Arm("head ignored", _ignore_head),
         Arm("linear surrogate", _use_surrogate, scale=HEAD_SCALE),
         *(Arm(f"ZBP, {n} probes", _estimate_head(n), estimates=True, scale=HEAD_SCALE) for n in probes),
+        *(
+            Arm(f"ZBP, {n} probes beside surrogate", _correct_surrogate(n), estimates=True, scale=HEAD_SCALE)
+            for n in probes
+        ),
         Arm("exact", _differentiate_head, scale=HEAD_SCALE),
         *_mode_arms(modes, lambda config: lambda model: set_mode(model, **vars(config)), HEAD_SCALE),
     ]
@@ -139,11 +143,11 @@ def _ignore_head(model: SentenceTransformer) -> None:
     _head_of(model).ignored = True
 
 
-def _use_surrogate(model: SentenceTransformer) -> None:
+def _use_surrogate(model: SentenceTransformer, config: ZBPConfig | None = None) -> None:
     head = _head_of(model)
     head.surrogate = LinearSurrogate(head.in_features, head.out_features)
     head.block.local = head.surrogate
-    head.block.zbp.configure(ZBPConfig(mode="exact", param_mode="none"))
+    head.block.zbp.configure(ZBPConfig(mode="exact", param_mode="none") if config is None else config)
 
 
 def _estimate_head(n: int) -> Prepare:
@@ -151,6 +155,11 @@ def _estimate_head(n: int) -> Prepare:
         _head_of(model).block.zbp.configure(ZBPConfig(mode="cd", n_probes=n, param_mode="none", probe_chunk=16))
 
     return prepare
+
+
+def _correct_surrogate(n: int) -> Prepare:
+    config = ZBPConfig(mode="cd", n_probes=n, control="local", shrink="mmse", param_mode="none", probe_chunk=16)
+    return lambda model: _use_surrogate(model, config)
 
 
 def _differentiate_head(model: SentenceTransformer) -> None:

@@ -90,7 +90,7 @@ class ErrorTap:
 
         They travel in the features, so that mini-batches of a cached loss get those of their rows.
         """
-        self._handles.append(loss.register_forward_pre_hook(self._hand_on_labels))
+        self._handles.append(loss.register_forward_pre_hook(self._hand_on_labels, with_kwargs=True))
         return self
 
     def close(self, model: nn.Module) -> None:
@@ -154,14 +154,14 @@ class ErrorTap:
             output = output[0] if output else None
         return output if isinstance(output, Tensor) else None
 
-    def _hand_on_labels(self, loss: nn.Module, args: tuple[Any, ...]) -> Any:
-        features, labels = args[0], args[1] if len(args) > 1 else None
+    def _hand_on_labels(self, loss: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        features, labels = args[0], args[1] if len(args) > 1 else kwargs.get("labels")
         if labels is None:
             raise ValueError(
                 f"ErrorTap.watch wants a labelled loss, and {type(loss).__name__} was called without labels. Give the "
                 "dataset a column 'label', or use mode='dfa', which needs none."
             )
-        return ([{**column, TARGET_KEY: labels} for column in features], *args[1:])
+        return ([{**column, TARGET_KEY: labels} for column in features], *args[1:]), kwargs
 
 
 def _target_like(target: Tensor, y: Tensor) -> Tensor:

@@ -47,7 +47,8 @@ class FeedbackLayout:
             )
         self.spreads = ndim == lead + 2 and len(shape) == lead + 1
         shared = ndim in (lead + 1, lead + 2) and len(shape) == ndim and shape[:-1] == x[:-1]
-        if self.spreads or shared:
+        self._is_full = not (self.spreads or shared)
+        if not self._is_full:
             self.sizes = shape[-1], x[-1]
         else:
             self.sizes = math.prod(shape[lead:]), math.prod(x[lead:])
@@ -61,7 +62,7 @@ class FeedbackLayout:
 
     def project(self, signal: Tensor, matrix: Tensor) -> Tensor:
         """Carry a signal to the input by a matrix [K, C]: of the input's shape, zero at padding."""
-        rows = signal.reshape(-1, self.sizes[0]).to(matrix.dtype) @ matrix  # [R, C]
+        rows = product(signal.reshape(-1, self.sizes[0]).to(matrix.dtype), matrix)  # [R, C]
         if self.spreads:
             rows = rows.reshape(*self.input_shape[:-2], 1, -1).expand(self.input_shape)
         gradient = rows.reshape(self.input_shape)
@@ -84,6 +85,12 @@ class FeedbackLayout:
         else:
             rows = signal.reshape(-1, self.sizes[0]), z.reshape(-1, self.sizes[1])
         count = z.numel() / self.sizes[1]
-        if self._valid is not None:
+        if self._valid is not None and not self._is_full:
             count = self._valid.expand(*self.input_shape[:-1], 1).sum().clamp_min(1)
-        return rows[0].T @ rows[1] / count
+        return product(rows[0].T, rows[1]) / count
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in their own dtype, also where a forward or a backward runs under autocast."""
+    with torch.autocast(a.device.type, enabled=False):
+        return a @ b

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from st_cached_extras.zbp.research.layout import FeedbackLayout
+from st_cached_extras.zbp.research.layout import FeedbackLayout, product
 from st_cached_extras.zbp.units import UnitLayout
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def observe(call: LayerCall, y: Tensor) -> None:
     x = torch.cat([x, torch.ones_like(x[:, :1])], 1)  # [R, C + 1]
     rows = weight.sum().clamp_min(1)
     keep = config.surrogate_ema
-    for name, new in (("xx", x.T @ (weight * x) / rows), ("xy", x.T @ (weight * y) / rows)):
+    for name, new in (("xx", product(x.T, weight * x) / rows), ("xy", product(x.T, weight * y) / rows)):
         key = f"surrogate.{name}.{layout.key}"
         memory[key] = keep * memory[key].to(new.device) + (1 - keep) * new if key in memory else (1 - keep) * new
 

@@ -30,13 +30,13 @@ TOP = "0.model.encoder.layer.1"
 
 
 @pytest.mark.parametrize("shape", [(5, 4), (2, 7, 4), (1, 1, 4)])
-@pytest.mark.parametrize("scale", [1.0, 0.3])
-def test_fa_is_v_times_its_matrix_for_every_token(shape, scale):
-    block = ZBPBlock(mlp(4, 6), ZBPConfig(mode="fa", feedback_scale=scale, param_mode="none"), name="layer")
-    x, v = torch.randn(shape, dtype=torch.float64), torch.randn(*shape[:-1], 6, dtype=torch.float64)
+@pytest.mark.parametrize(("out", "scale"), [(6, 1.0), (4, 0.3)])
+def test_fa_is_v_times_its_matrix_for_every_token(shape, out, scale):
+    block = ZBPBlock(mlp(4, out), ZBPConfig(mode="fa", feedback_scale=scale, param_mode="none"), name="layer")
+    x, v = torch.randn(shape, dtype=torch.float64), torch.randn(*shape[:-1], out, dtype=torch.float64)
     found = backward(block, x, v)
     B = memory(block, "fa.")
-    assert B.shape == (6, 4)
+    assert B.shape == (out, 4)
     assert relative(found, scale * torch.einsum("...k,kc->...c", v, B)) <= 1e-6
     assert block.zbp.count.queries == block.zbp.count.exact_backwards == 0
 
@@ -93,9 +93,13 @@ for mode in ("fa", "dfa"):
 """
 
 
-def test_matrices_depend_on_seed_name_kind_and_sizes_and_are_the_same_in_another_process():
+def matrices_here():
     here = {}
     exec(MATRICES.format(draws=3), here)
+    return here["result"]
+
+
+def test_matrices_are_the_same_in_another_process():
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", f"{MATRICES.format(draws=11)}\nprint(result)"],
         env={**os.environ, "PYTHONHASHSEED": "12345"},
@@ -104,8 +108,11 @@ def test_matrices_depend_on_seed_name_kind_and_sizes_and_are_the_same_in_another
         check=True,
         timeout=240,
     )
-    assert done.stdout.strip() == str(here["result"])
-    fa, dfa = here["result"][:20], here["result"][20:]
+    assert done.stdout.strip() == str(matrices_here())
+
+
+def test_matrices_depend_on_seed_name_kind_and_sizes_alone():
+    fa, dfa = matrices_here()[:20], matrices_here()[20:]
     assert fa != dfa
 
     def matrix(**changes):
@@ -357,11 +364,10 @@ def linear_network(**changes):
     return model
 
 
-@pytest.mark.parametrize("decay", [0.9, 0.98])
-@pytest.mark.parametrize("updates", [1, 5, 40])
+@pytest.mark.parametrize(("decay", "updates"), [(0.9, 1), (0.98, 5), (0.9, 40)])
 def test_opzo_converges_to_the_transposed_jacobian_at_the_rate_of_its_formula(decay, updates):
     B, C, errors, means = 4, 6, [], []
-    for seed in range(60):
+    for seed in range(40):
         model = linear_network(seed=seed, opzo_decay=decay)
         J = model[1].weight.detach() @ model[0].f.weight.detach()  # [3, 6]
         x = torch.randn(B, C, dtype=torch.float64)
@@ -372,9 +378,9 @@ def test_opzo_converges_to_the_transposed_jacobian_at_the_rate_of_its_formula(de
         means.append(M / weight)
         errors.append(float((M / weight - J).square().sum() / J.square().sum()))
     expected = (C - 1) / B * (1 - decay) * (1 + decay**updates) / ((1 + decay) * (1 - decay**updates))
-    # 60 runs: a relative standard deviation of about .05 to .1.
-    assert sum(errors) / 60 == pytest.approx(expected, rel=0.25)
-    assert relative(torch.stack(means).mean(0), J) <= 2 * (expected / 60) ** 0.5
+    # 40 runs: a relative standard deviation of about .05 to .1.
+    assert sum(errors) / 40 == pytest.approx(expected, rel=0.3)
+    assert relative(torch.stack(means).mean(0), J) <= 2 * (expected / 40) ** 0.5
 
 
 def test_opzo_carries_the_output_error_by_what_it_learned():
