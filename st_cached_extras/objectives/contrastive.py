@@ -62,7 +62,8 @@ class ContrastiveObjective(Objective):
         similarity_fct: ``cos_sim``, ``dot_score`` or ``model.similarity``. Any other function (a [n, D], b [m, D]) →
             [n, m] that scores each pair by itself works too, its own derivative taken by autograd, chunk by chunk.
         learnable_scale: train s, as its logarithm, a parameter ``log_scale`` that starts at log(scale).
-        chunk_size: rows of scores alive at a time; None for what fits 16 MiB, between 16 and 512.
+        chunk_size: rows of scores alive at a time; None for what fits 16 MiB, or half of the features if that is
+            more, between 16 and 512.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -202,7 +203,8 @@ class ContrastiveObjective(Objective):
 
     def _chunks(self, scores: Scores, width: int) -> Iterator[tuple[int, int, Tensor]]:
         """(begin, end, scratch [end − begin, width]) over this rank's rows."""
-        rows = min(scores.count, self.chunk_size or chunk_rows(width * scores.keys.dtype.itemsize))
+        keys = scores.keys
+        rows = min(scores.count, self.chunk_size or chunk_rows(width * keys.dtype.itemsize, keys.nbytes))
         scratch = scores.keys.new_empty(rows, width)
         for begin in range(0, scores.count, rows):
             end = min(begin + rows, scores.count)
@@ -248,10 +250,18 @@ def own_entries(block: Tensor, scores: Scores, begin: int, end: int) -> Tensor:
     return square.diagonal(dim1=0, dim2=2)
 
 
-def chunk_rows(row_bytes: int) -> int:
-    """Rows of scores that fit the budget, within the range where the products are efficient."""
+def chunk_rows(row_bytes: int, held_bytes: int) -> int:
+    """Rows of scores that fit the budget, within the range where the products are efficient.
+
+    Every chunk reads all keys and adds to the gradient of all: with few rows, a product waits for memory. In a very
+    large batch the budget grows with them.
+
+    Args:
+        row_bytes: of one row of scores.
+        held_bytes: of the features that are held anyway.
+    """
     fewest, most = CHUNK_ROWS
-    return max(fewest, min(most, CHUNK_BYTES // row_bytes))
+    return max(fewest, min(most, max(CHUNK_BYTES, held_bytes // 2) // row_bytes))
 
 
 def check_number(name: str, value: Any) -> None:

@@ -84,7 +84,8 @@ class InfoNCE(ContrastiveObjective):
             "hard_negatives" (only the row's own), "all_negatives"; None for none.
         hardness_strength: the factor of the penalty, at least 0.
         learnable_scale: train s, as its logarithm, a parameter ``log_scale`` that starts at log(scale).
-        chunk_size: rows of scores alive at a time; None for what fits 16 MiB, between 16 and 512.
+        chunk_size: rows of scores alive at a time; None for what fits 16 MiB, or half of the features if that is
+            more, between 16 and 512.
         labels_as_groups: labels [B] are group ids: rows of one group are never each other's negatives, in no direction
             and with none of their columns; a row's own hard negatives stay. Without it, labels are ignored.
         margin: how far a positive's similarity must exceed the others', in units of the similarity, at least 0.

@@ -107,7 +107,7 @@ class SymmetricInfoNCE:
         """(pairing, begin, end, E, scratch of its shape): rows ``begin`` to ``end`` against all keys [b, N], of a
         column against itself against those from ``begin`` on; E is 0 where a pair is not a negative."""
         N, keys = self.scores.count, self.scores.keys
-        rows = min(N, self.chunk_size or chunk_rows(2 * N * keys.dtype.itemsize))
+        rows = min(N, self.chunk_size or chunk_rows(2 * N * keys.dtype.itemsize, keys.nbytes))
         buffers = keys.new_empty(2, rows, N)
         for pairing in PAIRINGS:
             if pairing.by_row not in self.directions:

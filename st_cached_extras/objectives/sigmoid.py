@@ -50,7 +50,8 @@ class Sigmoid(ContrastiveObjective):
             their row; the others are hard negatives.
         labels_as_groups: labels [B] are group ids: the positives of a row are positives of every row of its group.
             Without it, labels are ignored.
-        chunk_size: rows of scores alive at a time; None for what fits 16 MiB, between 16 and 512.
+        chunk_size: rows of scores alive at a time; None for what fits 16 MiB, or half of the features if that is
+            more, between 16 and 512.
 
     Raises:
         TypeError: an argument of the wrong type.

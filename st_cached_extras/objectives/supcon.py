@@ -42,7 +42,8 @@ class SupCon(ContrastiveObjective):
         scale: s, the inverse temperature.
         similarity_fct: see :class:`ContrastiveObjective`.
         learnable_scale: train s, as its logarithm, a parameter ``log_scale`` that starts at log(scale).
-        chunk_size: rows of scores alive at a time; None for what fits 16 MiB, between 16 and 512.
+        chunk_size: rows of scores alive at a time; None for what fits 16 MiB, or half of the features if that is
+            more, between 16 and 512.
 
     Raises:
         TypeError: an argument of the wrong type.

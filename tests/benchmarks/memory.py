@@ -57,7 +57,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, float]:
     growth = peak_resident() - before
     rows, width = arguments.of, model.get_embedding_dimension()
     features = 2 * rows * width * 4
-    chunk = min(rows, chunk_rows(rows * 4))
+    chunk = min(rows, chunk_rows(rows * 4, features))
     mini_batches = 2 * -(-rows // arguments.mini_batch_size)
     inputs = sum(v.numel() * v.element_size() for c in columns for v in c.values() if isinstance(v, torch.Tensor))
     must = 3 * features + chunk * rows * 4 + mini_batches * RANDOM_STATE_BYTES

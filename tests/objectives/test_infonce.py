@@ -341,13 +341,16 @@ def test_one_process_gathers_nothing() -> None:
     assert InfoNCE().value_and_cotangents(features, world=Refusing()).loss > 0
 
 
-def test_default_chunk_shrinks_as_columns_grow() -> None:
+def test_default_chunk_shrinks_as_columns_grow_but_not_below_half_of_the_features() -> None:
     from st_cached_extras.objectives.contrastive import chunk_rows
 
-    assert chunk_rows(4 * 1024) == 512
-    assert chunk_rows(4 * 16384) == 256
-    assert chunk_rows(4 * 2 * 16384) == 128
-    assert chunk_rows(4 * 10**7) == 16
+    assert chunk_rows(4 * 1024, 0) == 512
+    assert chunk_rows(4 * 16384, 0) == 256
+    assert chunk_rows(4 * 2 * 16384, 0) == 128
+    assert chunk_rows(4 * 10**7, 0) == 16
+    for count in (2**17, 2**20):
+        assert chunk_rows(4 * count, 4 * 2 * count * 384) == 384
+        assert chunk_rows(4 * count, 4 * 2 * count * 4096) == 512
 
 
 @pytest.mark.parametrize(
