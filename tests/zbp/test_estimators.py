@@ -8,8 +8,9 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from st_cached_extras.testing.estimator_check import EstimatorCheckCase, dense_vjp
-from st_cached_extras.zbp import Local, ZBPConfig, estimate_vjp
-from st_cached_extras.zbp.estimators import default_probes, error_subspace
+from st_cached_extras.zbp import Local, ZBPBlock, ZBPConfig, estimate_vjp
+from st_cached_extras.zbp.estimators import LayerCall, default_probes, error_subspace
+from st_cached_extras.zbp.modes import RULES
 from st_cached_extras.zbp.probes import relative_variance
 from st_cached_extras.zbp.queries import QueryCount
 
@@ -327,6 +328,43 @@ def test_the_fitted_control_costs(mode, expected):
     x = torch.randn(3, 8)
     estimate_vjp(torch.tanh, x, x, ZBPConfig(mode=mode, n_probes=2, eps=1e-3, control="fit"), count=count)
     assert count.queries == expected
+
+
+@pytest.mark.parametrize("shrink", [None, "mmse"])
+def test_a_stand_in_as_control_leaves_its_own_component_exact_and_needs_no_equal_shapes(shrink):
+    torch.manual_seed(1)
+    W = torch.randn(5, 8, dtype=torch.float64)
+    other = torch.randn(5, 8, dtype=torch.float64)  # a bad stand-in, of a cosine of about .5
+    x, v = torch.randn(3, 8, dtype=torch.float64), torch.randn(3, 5, dtype=torch.float64)
+    truth, guess = v @ W, v @ (0.5 * W + other)
+    count = QueryCount()
+    config = ZBPConfig(mode="cd", n_probes=2, eps=1e-2, control="local", shrink=shrink)
+
+    def estimate_once(seed: int, stand_in: torch.Tensor) -> torch.Tensor:
+        call = LayerCall(
+            lambda z: z @ W.T, x, v, config.replace(seed=seed), lambda z: z @ stand_in.T, count=count, eps=1e-2
+        )
+        return RULES["cd"](call)
+
+    draws = torch.stack([estimate_once(seed, 0.5 * W + other) for seed in range(600)])
+    assert count.queries == 600 * (2 * 2 + 2) and count.exact_backwards == 600
+    projection = (truth * guess).sum(1, keepdim=True) / guess.square().sum(1, keepdim=True) * guess
+    remainder = (truth - projection).square().sum()
+    error = (draws - truth).square().sum((1, 2)).mean()
+    relative_variance = 8 / 2 - 1
+    expected = relative_variance if shrink is None else relative_variance / (1 + relative_variance)
+    assert error == pytest.approx(float(expected * remainder), rel=0.15)
+    if shrink is None:
+        assert relative(draws.mean(0), truth) <= 0.1
+    # A stand-in that is right up to a factor leaves nothing to estimate; one that says nothing costs nothing.
+    assert relative(estimate_once(0, -0.1 * W), truth) <= 1e-6
+    plain = estimate_vjp(lambda z: z @ W.T, x, v, config.replace(control=None))
+    assert relative(estimate_once(0, 0 * W), plain) <= 1e-6
+
+
+def test_a_control_by_a_stand_in_needs_one():
+    with pytest.raises(ValueError, match="control='local' starts from the gradient of the layer's stand-in"):
+        ZBPBlock(torch.tanh, ZBPConfig(mode="cd", control="local"))
 
 
 def test_the_identity_control_leaves_nothing_to_estimate_of_a_bare_skip():
