@@ -18,7 +18,7 @@ import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -30,14 +30,7 @@ from text_pairs import text_pairs
 from transformers import set_seed
 
 from st_cached_extras import CachedInfoNCELoss, ReplaySentenceTransformerTrainer
-from st_cached_extras.cards import (
-    ReplayModelCardData,
-    command_line,
-    describe_dataset,
-    layers_without_backward,
-    machine,
-    markdown_table,
-)
+from st_cached_extras.cards import arms_card, layers_without_backward, machine, markdown_table
 from st_cached_extras.recipes.arguments import parse_arguments
 from st_cached_extras.recipes.errors import UsageError
 from st_cached_extras.recipes.hub import push_folder, take_push
@@ -54,6 +47,8 @@ from st_cached_extras.zbp.ladder import (
     with_int8_layers,
     with_optical_head,
 )
+
+HARDWARE = {"optical": "a simulated optical head", "int8": "simulated int8 layers"}
 
 
 @dataclass
@@ -125,9 +120,16 @@ def main() -> None:
     (folder / "report.md").write_text(markdown_table(rows) + "\n")
     figure = ladder_figure(folder / "arms.png", {row["Arm"]: row["R@1"] for row in rows}, len(evaluation))
     name, model, layers = best
-    card = card_of(script, args, name, rows, figure, {"train": train, "held out": evaluation})
-    card.run |= {"Layers without a backward": layers} if layers else {}
-    card.model_id = push and push.repo_id
+    card = arms_card(
+        HARDWARE[script.scenario],
+        name,
+        scores=rows,
+        figure=figure,
+        run={"Steps": args.max_steps, "Batch": args.per_device_train_batch_size, "Seed": args.seed}
+        | {"Machine": machine(args.device), "Layers without a backward": layers},
+        data={"train": train, "held out": evaluation},
+        model_id=push and push.repo_id,
+    )
     remove_zbp(model)
     model.model_card_data = card
     card.register_model(model)
@@ -185,27 +187,6 @@ def retrieval(pairs: Dataset, batch_size: int) -> InformationRetrievalEvaluator:
     relevant = {row: {row} for row in queries}
     return InformationRetrievalEvaluator(
         queries, answers, relevant, accuracy_at_k=[1], mrr_at_k=[10], name="held_out", batch_size=batch_size
-    )
-
-
-def card_of(
-    script: ScriptArguments, args: TrainingArguments, name: str, rows: list[dict], figure: Path, data: dict[str, Any]
-) -> ReplayModelCardData:
-    hardware = {"optical": "a simulated optical head", "int8": "simulated int8 layers"}[script.scenario]
-    return ReplayModelCardData(
-        model_name=f"Text encoder trained through {hardware}",
-        summary=f"Trained through {hardware} without a backward; the arm {name!r} of the table.",
-        command=command_line(),
-        scores=rows,
-        figures=[(str(figure), "How often a held-out query finds its answer first, by the way of training.")],
-        run={"Arm": name, "Steps": args.max_steps, "Batch": args.per_device_train_batch_size, "Seed": args.seed}
-        | {"Machine": machine(args.device)},
-        data={split: describe_dataset(pairs, "pairs") for split, pairs in data.items()},
-        limits=[
-            "The hardware is a simulation: noise, medium and converter are those of the code, not of an instrument.",
-            "One seed; the scores are those of the held-out pairs named above.",
-        ],
-        untested=["A real instrument.", "Other data, seeds and scales of the model than those named here."],
     )
 
 

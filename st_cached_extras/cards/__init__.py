@@ -1,5 +1,6 @@
 """Cards: what a trained model says of itself, in words, numbers and pictures."""
 
+from st_cached_extras.cards.arms_card import arms_card
 from st_cached_extras.cards.figures import Retrieved, retrieval_figure
 from st_cached_extras.cards.fingerprint import describe_dataset
 from st_cached_extras.cards.generator_card import save_generator_card
@@ -10,6 +11,7 @@ from st_cached_extras.cards.training_facts import layers_without_backward, machi
 __all__ = [
     "ReplayModelCardData",
     "Retrieved",
+    "arms_card",
     "command_line",
     "contact_sheet_figure",
     "describe_dataset",
