@@ -35,13 +35,15 @@ from generator_progress import Progress, load_checkpoint, report, save_checkpoin
 from tiny_video_generator import TinyVideoGenerator, render, vocabulary
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from transformers import HfArgumentParser, get_cosine_schedule_with_warmup, set_seed
+from transformers import get_cosine_schedule_with_warmup, set_seed
 
 from st_cached_extras.data import moving_shapes
 from st_cached_extras.data.moving_shapes import COLOURS, SHAPES
 from st_cached_extras.distributed.checkpoints import copy_whole_parameters
 from st_cached_extras.objectives.mmd import EncoderBalance, MultiEncoderMMD, NystromReference
+from st_cached_extras.recipes.arguments import parse_arguments
 from st_cached_extras.recipes.hub import Push, check_push
+from st_cached_extras.recipes.run import run
 from st_cached_extras.replay import FeatureGradientReplay, Stage, Staged
 
 READ = {"shape": list(SHAPES), "colour": list(COLOURS)}  # what the judge reads off a clip
@@ -83,7 +85,7 @@ class Arguments:
 
 
 def main() -> None:
-    (args,) = HfArgumentParser(Arguments).parse_args_into_dataclasses()
+    (args,) = parse_arguments([Arguments])
     if args.push_to_hub:
         args.push_to_hub = check_push(Push(args.push_to_hub)).repo_id
     accelerator = Accelerator()
@@ -223,4 +225,4 @@ def spread(x: Tensor) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)
