@@ -65,12 +65,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--arms", nargs="+", default=None, help="names of arms; default: all")
     parser.add_argument("--steps", type=int, default=140)
-    parser.add_argument("--batch_size", type=int, default=64)
+    parser.add_argument("--batch_size", type=int, default=128)
     parser.add_argument("--max_length", type=int, default=12, help="tokens of a text")
-    parser.add_argument("--learning_rate", type=float, default=2e-4, help="after warm-up; falls linearly to 0")
+    parser.add_argument("--learning_rate", type=float, default=5e-4, help="after warm-up; falls linearly to 0")
     parser.add_argument("--layers", type=int, default=3, help="of MiniLM, the first ones")
     parser.add_argument("--train", type=int, default=20_000)
-    parser.add_argument("--held_out", type=int, default=1500)
+    parser.add_argument("--held_out", type=int, default=1000)
     parser.add_argument("--probes", type=int, nargs="+", default=list(PROBES))
     parser.add_argument("--queries", type=int, nargs="+", default=[0, 16, 64, 256], help="of the part quality")
     parser.add_argument("--threads", type=int, default=1)
@@ -119,17 +119,24 @@ def train_and_judge(
         done = (time.process_time() - begin) / cpu if cpu else steps / arguments.steps
         optimizer.param_groups[0]["lr"] = arguments.learning_rate * min((steps + 1) / warm_up, 1 - done)
         optimizer.zero_grad()
-        columns = [model.preprocess([train[row][column] for row in rows]) for column in (0, 1)]
-        embeddings = [model(column)["sentence_embedding"] for column in columns]
-        features = {"anchor": embeddings[0].detach(), "positive": embeddings[1].detach()}
-        result = objective.value_and_cotangents(features)
-        torch.autograd.backward(embeddings, [result.cotangents[name] for name in features])
+        embeddings = embed_by_length(model, [train[row][column] for column in (0, 1) for row in rows])
+        anchor, positive = embeddings.detach().chunk(2)
+        cotangents = objective.value_and_cotangents({"anchor": anchor, "positive": positive}).cotangents
+        embeddings.backward(torch.cat([cotangents["anchor"], cotangents["positive"]]))
         optimizer.step()
         steps += 1
     seconds = time.process_time() - begin
     scores = judge(model.eval(), held_out)
     queries = sum(layer["queries"] for layer in zbp_stats(model).values())
     return {"arm": arm.name, "seed": seed, **scores, "cpu_s": seconds, "steps": steps, "queries": queries}
+
+
+def embed_by_length(model: SentenceTransformer, texts: list[str], rows: int = 64) -> Tensor:
+    """Embeddings with a graph, texts of like length together, so that little is computed for padding."""
+    order = sorted(range(len(texts)), key=lambda row: len(texts[row]))
+    chunks = [order[start : start + rows] for start in range(0, len(order), rows)]
+    embeddings = [model(model.preprocess([texts[row] for row in chunk]))["sentence_embedding"] for chunk in chunks]
+    return torch.cat(embeddings)[torch.tensor(order).argsort()]
 
 
 @torch.no_grad()

@@ -46,7 +46,16 @@ def run(monkeypatch, *arguments: str) -> None:
     [
         (
             "optical",
-            ["nothing trained", "head ignored", "linear surrogate", "ZBP, 2 probes", "ZBP, 3 probes", "exact"],
+            [
+                "nothing trained",
+                "head ignored",
+                "linear surrogate",
+                "ZBP, 2 probes",
+                "ZBP, 3 probes",
+                "ZBP, 2 probes beside surrogate",
+                "ZBP, 3 probes beside surrogate",
+                "exact",
+            ],
         ),
         (
             "int8",
