@@ -68,7 +68,7 @@ def forget_compilations():
 @pytest.mark.parametrize(("backend", "dynamic"), [("aot_eager", None), ("inductor", True)])
 def test_gradients_are_those_of_the_model_and_few_graphs_are_compiled(backend, dynamic):
     model = model_of()
-    expected = [step(copy.deepcopy(model), seed) for seed in range(3)]
+    expected = [step(copy.deepcopy(model), seed) for seed in range(2)]
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(model, backend=counter, dynamic=dynamic)
     for seed, (value, truth) in enumerate(expected):
