@@ -170,6 +170,7 @@ def test_capturing_begins_anew_when_it_is_set_again():
     for rows in (4, 2):
         set_mode(model, "capture")
         model(torch.randn(rows, 3)).sum().backward()
+        assert sum(key.startswith("captured") for key in model[1].zbp.memory) == 1
         set_mode(model, "replay")
         model(torch.randn(rows, 3)).sum().backward()
 

@@ -406,6 +406,7 @@ def test_opzo_of_tokens_learns_the_mean_jacobian_of_a_token():
             self.linear = nn.Linear(4, 3, bias=False).double()
 
         def forward(self, x, attention_mask):
+            self.seen = x.detach()
             mask = attention_mask[..., None]
             return (self.linear(x) * mask).sum(1) / mask.sum(1)
 
@@ -418,6 +419,7 @@ def test_opzo_of_tokens_learns_the_mean_jacobian_of_a_token():
         opzo_update(block, lambda: block(x, attention_mask=mask), alpha=0.1)
         total = total + memory(block, "opzo.matrix") / block.zbp.memory["opzo.weight.3x4"]
         block.zbp.memory = {"opzo.updates": block.zbp.memory["opzo.updates"]}
+    assert torch.equal(block.f.seen[:, 3], x[:, 3]) and (block.f.seen[:, :3] != x[:, :3]).all(), "padding stands still"
     # Per update: tokens disturb each other, (6 tokens · 4 features − 1) / 6 rows at most.
     assert relative(total / 400, block.f.linear.weight.detach() / 3) <= 4 * (12 / 400) ** 0.5 / 3
     leaf = x.clone().requires_grad_()
