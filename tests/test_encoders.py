@@ -33,6 +33,7 @@ from st_cached_extras.encoders import (
     FrozenEncoder,
     PixelPreprocessing,
     PooledPixels,
+    RandomContours,
     RandomConvolution3d,
     SentenceTransformerEncoder,
     load_encoder,
@@ -232,7 +233,7 @@ def test_a_sentence_transformers_image_model_embeds_frame_by_frame(tmp_path):
     assert leaf.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize("make", [PooledPixels, RandomConvolution3d])
+@pytest.mark.parametrize("make", [PooledPixels, RandomContours, RandomConvolution3d])
 def test_encoders_without_weights_to_load_are_deterministic_and_differentiable(make):
     clips = torch.rand(2, 8, 3, 56, 56, generator=torch.Generator().manual_seed(0)).requires_grad_()
     before = torch.get_rng_state()
@@ -259,9 +260,41 @@ def test_random_filters_do_not_see_where_something_is_but_that_it_moves():
     assert (here - moving).norm() > 0.01 * here.norm()
 
 
-def test_random_convolutions_differ_by_seed():
+def test_contours_see_form_and_neither_place_nor_colour_nor_contrast():
+    x, y = torch.meshgrid(torch.arange(56), torch.arange(56), indexing="xy")
+
+    def clip(form, column, row, colour, background=0.1):
+        across, down = (x - column).abs(), (y - row).abs()
+        inside = torch.maximum(across, down) < 7 if form == "square" else across + down < 9
+        picture = torch.where(inside[None], torch.tensor(colour)[:, None, None], background)
+        return picture.expand(4, 3, 56, 56)
+
+    red, dim = (0.9, 0.2, 0.2), (0.2, 0.2, 0.4)
+    clips = [
+        clip("square", 16, 16, red),
+        clip("square", 30, 36, red),
+        clip("square", 16, 16, dim),
+        clip("diamond", 16, 16, red),
+    ]
+    features = RandomContours()(torch.stack(clips))
+    assert features.shape == (4, 2, 128)
+    square, elsewhere, dimmed, diamond = features
+    torch.testing.assert_close(elsewhere, square, rtol=1e-4, atol=1e-5)
+    assert (dimmed - square).norm() < 0.5 * (diamond - square).norm()
+
+
+def test_contours_of_an_empty_picture_are_finite_and_have_a_gradient():
+    clips = torch.full((1, 2, 3, 28, 28), 0.3).requires_grad_()
+    features = RandomContours()(clips)
+    features.sum().backward()
+    assert features.isfinite().all()
+    assert clips.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", [RandomContours, RandomConvolution3d])
+def test_random_filters_differ_by_seed(kind):
     clips = torch.rand(2, 4, 3, 28, 28)
-    assert not torch.allclose(RandomConvolution3d(seed=0)(clips), RandomConvolution3d(seed=1)(clips))
+    assert not torch.allclose(kind(seed=0)(clips), kind(seed=1)(clips))
 
 
 def test_as_a_stage_an_encoder_runs_in_its_own_mini_batches(saved):

@@ -1,9 +1,10 @@
-"""The encoders under which `train_video_generator.py` matches clips: by default three that need no download."""
+"""The encoders under which `train_video_generator.py` matches clips: by default five that need no download."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from sentence_transformers import SentenceTransformer
@@ -15,18 +16,20 @@ from st_cached_extras import CachedInfoNCELoss
 from st_cached_extras.encoders import (
     FrozenEncoder,
     PooledPixels,
+    RandomContours,
     RandomConvolution3d,
     SentenceTransformerEncoder,
     load_encoder,
 )
+from st_cached_extras.objectives.mmd import NystromReference
 
 
 def make_encoders(names: Sequence[str], tower: str | Path, *, dtype: str | None, mini_batch_size: int) -> dict:
     """Frozen encoders by name.
 
     Args:
-        names: "tower", "convolution", "colours", "pixels"; or Hub ids and paths of image and video models, of
-            transformers or of sentence-transformers.
+        names: "tower", "convolution", "contours", "colours", "pixels"; or Hub ids and paths of image and video
+            models, of transformers or of sentence-transformers.
         tower: path of the model that is called "tower".
         dtype: in which encoders that are loaded compute, such as "bfloat16"; None for that of their weights.
         mini_batch_size: clips at once.
@@ -40,6 +43,8 @@ def make_encoders(names: Sequence[str], tower: str | Path, *, dtype: str | None,
             encoders[name] = PooledPixels(rows=1, columns=1, mini_batch_size=mini_batch_size)
         elif name == "convolution":
             encoders[name] = RandomConvolution3d(mini_batch_size=mini_batch_size)
+        elif name == "contours":
+            encoders[name] = RandomContours(mini_batch_size=mini_batch_size)
         else:
             path = str(tower) if name == "tower" else name
             if is_sentence_transformer_model(path):
@@ -54,6 +59,29 @@ def features_of(encoders: Mapping[str, FrozenEncoder], clips: Tensor, batch_size
     """Every encoder's features of uint8 clips [n, T, 3, H, W], on the clips' device."""
     parts = clips.split(batch_size)
     return {name: torch.cat([encoder(part.float() / 255) for part in parts]) for name, encoder in encoders.items()}
+
+
+def fit_references(
+    features: Mapping[str, Tensor], conditions: Tensor, condition_weight: float, **options: Any
+) -> dict[str, NystromReference]:
+    """What every encoder makes of real clips, and of their captions, summed up.
+
+    Args:
+        features: of every encoder, [N, ...].
+        conditions: of the clips' captions, [N, words].
+        condition_weight: how far apart captions are, in units of how far apart the clips are under each encoder.
+        options: of :meth:`NystromReference.fit`.
+    """
+    references = {}
+    for name, x in features.items():
+        weight = condition_weight * spread(x) / spread(conditions)
+        references[name] = NystromReference.fit(x, condition=conditions, condition_weight=weight, name=name, **options)
+    return references
+
+
+def spread(x: Tensor) -> float:
+    """Root mean squared distance between two random rows."""
+    return float((2 * x.flatten(1).var(dim=0).sum()).sqrt())
 
 
 def train_tower(

@@ -28,7 +28,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import torch
 from accelerate import Accelerator
 from clip_classifier import load_classifier, save_classifier, train_classifier
-from generator_encoders import features_of, make_encoders, train_tower
+from generator_data import load_clips, random_batch
+from generator_encoders import features_of, fit_references, make_encoders, train_tower
 from generator_engines import check_resume, prepare, take_step
 from generator_evaluation import GeneratorEvaluator
 from generator_progress import Progress, load_checkpoint, report, save_checkpoint
@@ -37,10 +38,9 @@ from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import get_cosine_schedule_with_warmup, set_seed
 
-from st_cached_extras.data import moving_shapes
 from st_cached_extras.data.moving_shapes import COLOURS, SHAPES
 from st_cached_extras.distributed.checkpoints import copy_whole_parameters
-from st_cached_extras.objectives.mmd import EncoderBalance, MultiEncoderMMD, NystromReference
+from st_cached_extras.objectives.mmd import EncoderBalance, MultiEncoderMMD
 from st_cached_extras.recipes.arguments import parse_arguments
 from st_cached_extras.recipes.hub import Push, check_push
 from st_cached_extras.recipes.run import run
@@ -53,8 +53,8 @@ READ = {"shape": list(SHAPES), "colour": list(COLOURS)}  # what the judge reads 
 class Arguments:
     output_dir: str = field(default="output/video-generator", metadata={"help": "Where everything goes."})
     encoders: list[str] = field(
-        default_factory=lambda: ["tower", "convolution", "colours", "pixels"],
-        metadata={"help": "tower, convolution, colours, pixels, or Hub ids and paths of image and video models."},
+        default_factory=lambda: ["tower", "convolution", "contours", "colours", "pixels"],
+        metadata={"help": "Some of these, and Hub ids and paths of image and video models."},
     )
     tower: str | None = field(default=None, metadata={"help": "A model of train_video_embedder.py, as the tower."})
     dtype: str | None = field(default=None, metadata={"help": "In which loaded encoders compute, e.g. bfloat16."})
@@ -71,8 +71,7 @@ class Arguments:
         default=2.5, metadata={"help": "How far apart captions are, in units of how far apart real clips are."}
     )
     scales: list[float] = field(
-        default_factory=lambda: [0.2, 0.3],
-        metadata={"help": "Bandwidths, in units of the median distance."},
+        default_factory=lambda: [0.2, 0.3], metadata={"help": "Bandwidths, in units of the median distance."}
     )
     landmarks: int = field(default=1024, metadata={"help": "Landmarks that sum up real clips."})
     tower_steps: int = field(default=100, metadata={"help": "Steps of the tower."})
@@ -122,17 +121,8 @@ def main() -> None:
     generator, optimizer = prepare(accelerator, generator, optimizer, args.batch_size)
 
     # Objective: the joint law of features and captions, because a marginal one cannot teach what a caption asks for
-    references = {}
-    for name, x in features_of(encoders, train).items():
-        weight = args.condition_weight * spread(x) / spread(conditions)
-        references[name] = NystromReference.fit(
-            x,
-            condition=conditions,
-            condition_weight=weight,
-            landmarks=args.landmarks,
-            scales=args.scales,
-            name=name,
-        )
+    options = {"scales": args.scales, "landmarks": args.landmarks}
+    references = fit_references(features_of(encoders, train), conditions, args.condition_weight, **options)
     objective = MultiEncoderMMD(references)
     evaluator = GeneratorEvaluator(
         objective,
@@ -168,8 +158,8 @@ def main() -> None:
     while progress.step < args.steps:
         if progress.step % args.eval_steps == 0:
             progress.evaluate(evaluator)
-        noise, rows = draw(progress.step, accelerator.process_index, len(train), average.module.noise_size, args)
-        inputs = {"noise": noise.to(accelerator.device), "condition": conditions[rows]}
+        seeds = (args.seed, progress.step, accelerator.process_index)
+        inputs = random_batch(conditions, args.batch_size, average.module.noise_size, seeds)
         raw = train_step(replay, staged, generator, inputs, args)
         take_step(accelerator, generator, optimizer)
         schedule.step()
@@ -204,24 +194,6 @@ def train_step(
     replay.replay(lambda index: {**passes[index].replay(), **captions[index]}, model=generator)
     replay.commit()
     return {name.removeprefix("mmd/"): float(value) for name, value in result.metrics.items()}
-
-
-def load_clips(split: str, count: int, seed: int) -> tuple[Tensor, list[str]]:
-    """Clips of moving shapes, uint8 [N, T, 3, H, W], and their captions."""
-    data = moving_shapes(split, count, seed)
-    return torch.stack([torch.from_numpy(row["video"]).movedim(-1, 1) for row in data]), list(data["caption"])
-
-
-def draw(step: int, rank: int, count: int, noise_size: int, args: Arguments) -> tuple[Tensor, Tensor]:
-    """Noise [B, noise_size], and which training captions [B], of one step on one rank, whatever was drawn before."""
-    rng = torch.Generator().manual_seed((args.seed * 1_000_003 + step) * 1009 + rank)
-    rows = torch.randint(count, (args.batch_size,), generator=rng)
-    return torch.randn(args.batch_size, noise_size, generator=rng), rows
-
-
-def spread(x: Tensor) -> float:
-    """Root mean squared distance between two random rows."""
-    return float((2 * x.flatten(1).var(dim=0).sum()).sqrt())
 
 
 if __name__ == "__main__":

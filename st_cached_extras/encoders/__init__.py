@@ -2,7 +2,7 @@
 
 from st_cached_extras.encoders.frozen import FrameEncoder, FrozenEncoder, VideoEncoder, load_encoder
 from st_cached_extras.encoders.preprocessing import PixelPreprocessing
-from st_cached_extras.encoders.random_features import PooledPixels, RandomConvolution3d
+from st_cached_extras.encoders.random_features import PooledPixels, RandomContours, RandomConvolution3d
 from st_cached_extras.encoders.sentence_transformer import SentenceTransformerEncoder
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "FrozenEncoder",
     "PixelPreprocessing",
     "PooledPixels",
+    "RandomContours",
     "RandomConvolution3d",
     "SentenceTransformerEncoder",
     "VideoEncoder",
