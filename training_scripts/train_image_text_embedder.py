@@ -107,7 +107,7 @@ def main() -> None:
     else:
         model = load_model(script.model, takes="image", model_card_data=card)
     add_lora(model, script)
-    args.router_mapping = args.router_mapping or router_mapping(model, "caption", "image")
+    args.router_mapping = args.router_mapping or router_mapping(model, "caption", train)
     if args.learning_rate is None:
         args.learning_rate = 1.5e-3 if script.model is None else 2e-4 if script.lora_rank else 2e-5
 

@@ -45,7 +45,7 @@ from st_cached_extras.recipes.errors import UsageError
 from st_cached_extras.recipes.finish import finish
 from st_cached_extras.recipes.hub import take_push
 from st_cached_extras.recipes.lora import add_lora
-from st_cached_extras.recipes.models import MINILM, is_installed, keep_layers, load_model
+from st_cached_extras.recipes.models import MINILM, is_installed, keep_layers, load_model, router_mapping
 from st_cached_extras.recipes.run import run
 from st_cached_extras.recipes.splits import columns_of, first_rows, load_splits
 from st_cached_extras.recipes.training import check_training, make_losses, stop_early
@@ -99,19 +99,16 @@ def main() -> None:
         command=command_line(),
         limits=[
             "The scores are those of one run on the pairs named above that were held out, and of no other data.",
-            *(
-                ["It has seen names and docstrings of Python packages, and nothing else."]
-                if not script.dataset
-                else []
-            ),
         ],
     )
-    model = (
-        default_model(train, script, card) if script.model is None else load_model(script.model, model_card_data=card)
-    )
+    if script.model is None:
+        model = default_model(train, script, card)
+    else:
+        model = load_model(script.model, model_card_data=card)
     if script.num_layers is not None:
         keep_layers(model, script.num_layers)
     add_lora(model, script)
+    args.router_mapping = args.router_mapping or router_mapping(model, "query", train)
     if args.learning_rate is None:
         args.learning_rate = 5e-4 if script.model is None or script.lora_rank else 2e-5
 

@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from datasets import Dataset, DatasetDict, IterableDataset
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Router, Transformer
 from transformers import ProcessorMixin
 
+from st_cached_extras.data.columns import LABELS
 from st_cached_extras.recipes.errors import UsageError
 from st_cached_extras.recipes.run import one_line
 from st_cached_extras.zbp.ladder import keep_layers as first_layers
@@ -77,9 +79,13 @@ def knows_time(model: SentenceTransformer) -> bool:
     )
 
 
-def router_mapping(model: SentenceTransformer, query: str, answer: str) -> dict[str, str]:
+def router_mapping(model: SentenceTransformer, query: str, rows: Dataset | DatasetDict | IterableDataset) -> dict:
     """Which column goes which way, for a model with a Router, which the Trainer will not guess."""
-    return {query: "query", answer: "document"} if isinstance(model[0], Router) else {}
+    if not isinstance(model[0], Router):
+        return {}
+    parts = rows.values() if isinstance(rows, DatasetDict) else [rows]
+    columns = [column for part in parts for column in part.column_names if column not in LABELS]
+    return {column: "query" if column == query else "document" for column in columns}
 
 
 def keep_layers(model: SentenceTransformer, count: int) -> None:

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from datasets import Dataset, DatasetDict
 from sentence_transformers import SentenceTransformer
 
 from st_cached_extras.recipes.errors import UsageError
@@ -59,5 +60,8 @@ def test_only_vision_language_models_are_told_the_time():
 
 
 def test_a_router_is_told_which_column_goes_where():
-    assert router_mapping(tiny_two_tower_model(), "caption", "video") == {"caption": "query", "video": "document"}
-    assert router_mapping(tiny_text_model(), "query", "answer") == {}
+    rows = Dataset.from_dict({"caption": ["a"], "video": ["b"], "negative_1": ["c"], "label": [1]})
+    mapping = {"caption": "query", "video": "document", "negative_1": "document"}
+    assert router_mapping(tiny_two_tower_model(), "caption", rows) == mapping
+    assert router_mapping(tiny_two_tower_model(), "caption", DatasetDict(one=rows)) == mapping
+    assert router_mapping(tiny_text_model(), "caption", rows) == {}

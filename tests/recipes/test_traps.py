@@ -53,7 +53,7 @@ def captioned(names: tuple[str, str] = ("caption", "video")) -> Dataset:
 
 def train(model: SentenceTransformer, rows: Dataset, folder: Path, **options) -> float:
     """One step of the plain Trainer."""
-    options = {"router_mapping": router_mapping(model, *rows.column_names), **options}
+    options = {"router_mapping": router_mapping(model, rows.column_names[0], rows), **options}
     args = SentenceTransformerTrainingArguments(
         str(folder), max_steps=1, per_device_train_batch_size=2, report_to="none", use_cpu=True, **options
     )
@@ -254,5 +254,5 @@ def test_trap_9_stock_refuses_a_router_without_a_mapping(tmp_path):
 
 def test_trap_9_ours_maps_its_own_columns(tmp_path):
     model = tiny_two_tower_model()
-    mapping = router_mapping(model, "caption", "video")
-    assert train(model, decode_videos(captioned()), tmp_path, router_mapping=mapping) > 0
+    rows = decode_videos(captioned())
+    assert train(model, rows, tmp_path, router_mapping=router_mapping(model, "caption", rows)) > 0
