@@ -102,6 +102,8 @@ def saving(model: nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
             for name, _ in module.named_parameters(recurse=False):
                 if f"{path}{name}" in weights:
                     state[f"{prefix}{name}"] = weights[f"{path}{name}"]
+                elif isinstance(shard := state.get(f"{prefix}{name}"), DTensor):  # on other ranks, for nobody to read
+                    state[f"{prefix}{name}"] = shard.to_local()
 
         return put_whole
 

@@ -151,7 +151,7 @@ def make_accelerator(
 
 
 def trainer_arguments(
-    engine: str, *, layers: tuple[str, ...] = ("BertLayer",), deepspeed: dict[str, Any] | None = None
+    engine: str, *, layers: tuple[str, ...] | None = ("BertLayer",), deepspeed: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """Arguments of ``TrainingArguments`` under which the Trainer uses the engine on this rank.
 
@@ -159,7 +159,7 @@ def trainer_arguments(
 
     Args:
         engine: one of :data:`ENGINES`, or "plain" for one process.
-        layers: class names of the modules that FSDP2 shards one by one.
+        layers: class names of the modules that FSDP2 shards one by one; None to name none.
         deepspeed: DeepSpeed's configuration; its buckets are made small.
     """
     forget_engine()
@@ -169,7 +169,9 @@ def trainer_arguments(
     if engine == "ddp":
         return {"use_cpu": True, "ddp_backend": "gloo"}
     if engine == "fsdp2":
-        options = {"version": 2, "transformer_layer_cls_to_wrap": list(layers), "reshard_after_forward": True}
+        options: dict[str, Any] = {"version": 2, "reshard_after_forward": True}
+        if layers is not None:
+            options["transformer_layer_cls_to_wrap"] = list(layers)
         return {"use_cpu": True, "ddp_backend": "gloo", "fsdp": True, "fsdp_config": options}
     deepspeed_on_cpu()
     configured = {"use_configured_state": True}

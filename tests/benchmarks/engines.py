@@ -67,26 +67,8 @@ def cases_of(engine: str, families: list[str]) -> dict[str, Case]:
     return cases
 
 
-def matrix(arguments: argparse.Namespace, ranks: int) -> str:
-    rows = []
-    for engine in arguments.engines:
-        cases = cases_of(engine, arguments.families)
-        found = run_on_ranks(check_cases, ranks, cases, timeout=3000)[0]
-        for mode in ("default", "deferred"):
-            cells = {name: cell for name, cell in found.items() if name.endswith(mode)}
-            if not cells:
-                continue
-            step = found[f"{arguments.families[0]} accumulation 1 even all rows {mode}"]
-            rows.append(
-                [
-                    f"{engine}, {mode}",
-                    len(cells),
-                    f"{max(max(cell['parameters']) for cell in cells.values()):.1e}",
-                    f"{max(max(cell['change']) for cell in cells.values()):.1e}",
-                    sum(step["reductions"][0].values()) or "in C++",
-                    f"{step['share']:.2f}",
-                ]
-            )
+def print_matrix(arguments: argparse.Namespace, ranks: int) -> None:
+    """A row for every engine and mode, as soon as it is known; every family has ranks of its own."""
     head = [
         f"{ranks} ranks",
         "cells",
@@ -95,7 +77,27 @@ def matrix(arguments: argparse.Namespace, ranks: int) -> str:
         "reductions of a step of 6 mini-batches",
         "share of the parameters held",
     ]
-    return table(head, rows)
+    print(table(head, []), flush=True)
+    for engine in arguments.engines:
+        found = {}
+        for family in arguments.families:
+            found |= run_on_ranks(
+                check_cases, ranks, cases_of(engine, [family]), timeout=3000, collective_timeout=600
+            )[0]
+        for mode in ("default", "deferred"):
+            cells = {name: cell for name, cell in found.items() if name.endswith(mode)}
+            if not cells:
+                continue
+            step = found[f"{arguments.families[0]} accumulation 1 even all rows {mode}"]
+            row = [
+                f"{engine}, {mode}",
+                len(cells),
+                f"{max(max(cell['parameters']) for cell in cells.values()):.1e}",
+                f"{max(max(cell['change'] + cell['own change']) for cell in cells.values()):.1e}",
+                sum(step["reductions"][0].values()) or "in C++",
+                f"{step['share']:.2f}",
+            ]
+            print(table(head, [row]).splitlines()[-1], flush=True)
 
 
 def seconds_of_a_step(engine: str, steps: int) -> float:
@@ -145,12 +147,12 @@ def timing(arguments: argparse.Namespace) -> str:
 
 def main() -> None:
     arguments = parse_arguments()
-    print(header())
+    print(header(), "\n", sep="", flush=True)
     if arguments.times:
         print(timing(arguments))
         return
     for ranks in arguments.ranks:
-        print(matrix(arguments, ranks), flush=True)
+        print_matrix(arguments, ranks)
 
 
 if __name__ == "__main__":
