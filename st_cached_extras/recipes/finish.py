@@ -102,9 +102,11 @@ def as_text(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _evaluate(trainer: ReplaySentenceTransformerTrainer) -> None:
-    """Score the model as it is now, unless the last thing that training did was that."""
-    scored = [entry["step"] for entry in trainer.state.log_history if "eval_runtime" in entry]
-    if trainer.args.load_best_model_at_end or scored[-1:] != [trainer.state.global_step]:
+    """Score the model as it is now, unless the last thing that this run did was that."""
+    args, state = trainer.args, trainer.state
+    scored = [entry["step"] for entry in state.log_history if "eval_runtime" in entry]
+    # A checkpoint brings its log along, and not what the evaluators found.
+    if args.load_best_model_at_end or args.resume_from_checkpoint or scored[-1:] != [state.global_step]:
         trainer.evaluate()
 
 

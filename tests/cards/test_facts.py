@@ -216,9 +216,13 @@ def test_the_model_is_not_scored_twice_at_the_same_step(finished, monkeypatch):
     monkeypatch.setattr(trainer, "evaluate", lambda: calls.append(1))
     finish(trainer, trainer.model.model_card_data, [evaluator], train=pairs())
     assert calls == []
-    monkeypatch.setattr(trainer.state, "global_step", 3)
+    monkeypatch.setattr(trainer.args, "resume_from_checkpoint", "last")
     finish(trainer, trainer.model.model_card_data, [evaluator], train=pairs())
     assert calls == [1]
+    monkeypatch.setattr(trainer.args, "resume_from_checkpoint", None)
+    monkeypatch.setattr(trainer.state, "global_step", 3)
+    finish(trainer, trainer.model.model_card_data, [evaluator], train=pairs())
+    assert calls == [1, 1]
 
 
 def test_the_printed_table_is_in_line():
