@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import datasets
+import numpy as np
 import pytest
 from datasets import Dataset, DatasetDict, IterableDataset
 
-from st_cached_extras.data import DataError, absolute_paths, load_rows
+from st_cached_extras.data import (
+    DataError,
+    absolute_paths,
+    decode_videos,
+    drop_broken,
+    load_rows,
+    take_columns,
+    write_mp4,
+)
 
 ROWS = {"term": ["cat", "dog", "owl"], "meaning": ["it purrs", "it barks", "it hoots"]}
 
@@ -83,3 +94,26 @@ def test_paths_start_from_the_folder_of_the_file_that_lists_them(tmp_path):
     rows = absolute_paths(load_rows(str(tmp_path / "captions.csv")), "clip", str(tmp_path / "captions.csv"))
     assert rows["clip"][:] == [f"{tmp_path}/a.mp4", f"{tmp_path}/elsewhere/b.mp4", "https://x.org/c.mp4"]
     assert rows["caption"][:] == ["one", "two", "three"]
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_paths_of_a_streamed_file_decode(kind, tmp_path):
+    paths = [str(tmp_path / f"{index}.mp4") for index in range(3)]
+    for index, path in enumerate(paths):
+        Path(path).write_bytes(write_mp4(np.full((4, 16, 16, 3), 80 * index, np.uint8)))
+    rows = Dataset.from_dict({"clip": paths, "caption": ["a", "b", "c"]})
+    rows.to_csv(str(tmp_path / "rows.csv")) if kind == "csv" else rows.to_json(str(tmp_path / "rows.jsonl"))
+    stream = load_rows(str(tmp_path / f"rows.{kind}"), streaming=True)
+    stream = decode_videos(take_columns(stream, {"caption": "caption", "video": "clip"}), num_frames=2)
+    assert [(row["caption"], row["video"].shape, round(row["video"].mean() / 80)) for row in stream.skip(1)] == [
+        ("b", (2, 16, 16, 3), 1),
+        ("c", (2, 16, 16, 3), 2),
+    ]
+
+
+def test_files_that_a_folder_lists_but_does_not_hold_are_broken_rows(tmp_path):
+    (tmp_path / "clips").mkdir()
+    (tmp_path / "clips" / "0.mp4").write_bytes(write_mp4(np.zeros((4, 16, 16, 3), np.uint8)))
+    (tmp_path / "clips" / "metadata.csv").write_text("file_name,caption\n0.mp4,there\n1.mp4,gone\n")
+    rows = decode_videos(load_rows(str(tmp_path / "clips")), num_frames=2)
+    assert drop_broken(rows, "video", broken="skip", max_broken=1)["caption"][:] == ["there"]

@@ -60,6 +60,18 @@ def test_the_embedded_data_train_the_default_model_on_its_first_layers(tmp_path,
     assert "64 pairs" in card and "train_text_embedder.py" in card and "CachedInfoNCELoss" in card
 
 
+def test_without_installed_weights_a_tiny_encoder_trains(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend("training_scripts")
+    import text_pairs
+    import train_text_embedder
+
+    monkeypatch.setattr(text_pairs, "PACKAGES", ("accelerate",))
+    monkeypatch.setattr(train_text_embedder, "is_installed", lambda: False)
+    out = tmp_path / "out"
+    run_recipe(monkeypatch, SCRIPT, *SMALL, "--train_rows", "64", "--eval_rows", "20", "--output_dir", str(out))
+    assert SentenceTransformer(str(out / "final"), device="cpu").encode("prepare the model").shape == (96,)
+
+
 def test_a_killed_run_goes_on_and_ends_as_one_that_was_not(material, tmp_path, monkeypatch, capsys):
     assert_a_run_that_was_killed_ends_as_one_that_was_not(
         monkeypatch,
