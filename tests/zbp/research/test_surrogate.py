@@ -127,7 +127,7 @@ def even(x):
     return (x @ torch.randn(8, 6, dtype=torch.float64)).square()
 
 
-@pytest.mark.parametrize(("name", "most"), [("mlp", 0.75), ("linear", 0.3), ("even", 1.05)])
+@pytest.mark.parametrize(("name", "most"), [("mlp", 0.2), ("linear", 0.1), ("even", 1.05)])
 def test_the_variance_falls_with_what_is_linear_and_never_rises_by_more_than_a_twentieth(name, most):
     f = {"mlp": mlp(8, 6), "linear": nn.Linear(8, 6).double(), "even": even}[name]
     torch.manual_seed(3)
