@@ -87,7 +87,7 @@ class ProbedScores(TorchFunctionMode):
             key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
         rows, columns = query.shape[-2], key.shape[-2]
         allowed, bias = _masks(attn_mask, is_causal, rows, columns, query.device)
-        settings = _Settings(
+        settings = ScoreSettings(
             call=self._call,
             index=self._met,
             queries_too=self._queries_too,
@@ -100,7 +100,7 @@ class ProbedScores(TorchFunctionMode):
 
 
 @dataclass(frozen=True)
-class _Settings:
+class ScoreSettings:
     """Of one attention of one call; ``index`` tells several in one layer apart."""
 
     call: LayerCall
@@ -146,7 +146,7 @@ class _ProbedAttention(torch.autograd.Function):
         return dQ.to(query.dtype), dK.to(key.dtype), dV.to(value.dtype), None, None, None
 
 
-def probe_scores(S: Tensor, R: Tensor, allowed: Tensor, settings: _Settings) -> Tensor:
+def probe_scores(S: Tensor, R: Tensor, allowed: Tensor, settings: ScoreSettings) -> Tensor:
     """δS of h(S) = sum_j softmax(S)_j R_j per row, from central differences along probes of each row.
 
     Args:

@@ -8,6 +8,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from st_cached_extras.testing.tiny_models import gradients, relative_error
 from st_cached_extras.zbp import ZBPBlock, ZBPConfig, apply_zbp, estimate_vjp, zbp_stats
+from st_cached_extras.zbp.estimators import LayerCall
+from st_cached_extras.zbp.research.score_probes import ScoreSettings, probe_scores
 from tests.zbp.research.cases import relative
 
 
@@ -83,6 +85,25 @@ def test_few_probes_are_right_on_average_and_leave_v_and_what_is_not_asked_for_e
             assert relative(stacked.mean(0), expected[name]) <= 3 * spread / 80**0.5
         else:
             assert spread <= 1e-12
+
+
+def test_rows_err_independently():
+    """Equal rows with errors of their own: their mean over 64 has a 64th of the variance of one."""
+    S = torch.randn(5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).expand(1, 2, 32, 5)
+    R = torch.randn(5, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).expand(1, 2, 32, 5)
+    allowed = torch.ones(32, 5, dtype=torch.bool)
+    P = S.softmax(-1)
+    truth = (P * (R - (P * R).sum(-1, keepdim=True)))[0, 0, 0]
+    means, single = [], []
+    for seed in range(60):
+        call = LayerCall(f=torch.tanh, x=S, v=R, config=WHOLE.replace(n_probes=2, seed=seed))
+        settings = ScoreSettings(call, 0, True, 1.0, None, 0.0)
+        rows = probe_scores(S, R, allowed, settings).reshape(64, 5)
+        means.append((rows.mean(0) - truth).square().sum())
+        single.append((rows - truth).square().sum(1).mean())
+    ratio = float(torch.stack(means).mean() / torch.stack(single).mean())
+    assert ratio * 64 == pytest.approx(1.0, rel=0.5)  # 60 draws of a sum of 5 squares: a deviation of about .1
+    assert float(torch.stack(single).mean() / truth.square().sum()) == pytest.approx(5 / 2 - 1, rel=0.1)
 
 
 def score_gradient(x, v, layer):

@@ -59,15 +59,23 @@ def test_tokens_share_the_map_and_padding_is_not_among_the_pairs():
     assert relative(found, block.f.linear.weight.detach().T) <= 1e-5
 
 
-def test_a_linear_pooling_stage_is_predicted_whole():
+def test_a_linear_pooling_stage_is_predicted_whole_whatever_the_lengths():
     torch.manual_seed(0)
     linear = nn.Linear(3, 2).double()
-    block = ZBPBlock(lambda x: linear(x.mean(1)), CONFIG.replace(surrogate_ridge=1e-9), name="pool")
-    x, v = torch.randn(20, 5, 3, dtype=torch.float64), torch.randn(20, 2, dtype=torch.float64)
+
+    def pool(x, attention_mask):
+        return linear((x * attention_mask[..., None]).sum(1) / attention_mask.sum(1, keepdim=True))
+
+    block = ZBPBlock(pool, CONFIG.replace(surrogate_ridge=1e-9), name="pool")
+    lengths = torch.arange(20) % 5 + 1
+    mask = (torch.arange(5) < lengths[:, None]).double()
+    x, v = torch.randn(20, 5, 3, dtype=torch.float64, requires_grad=True), torch.randn(20, 2, dtype=torch.float64)
     for _ in range(2):
-        found = backward(block, x, v)
+        x.grad = None
+        block(x, attention_mask=mask).backward(v)
     # The second call predicts with s = 1 what there is: nothing is left to the two probes of 15 dimensions.
-    assert relative(found, (v @ linear.weight.detach())[:, None].expand(20, 5, 3) / 5) <= 1e-5
+    share = (mask / lengths[:, None])[..., None]
+    assert relative(x.grad, (v @ linear.weight.detach())[:, None] * share) <= 1e-5
 
 
 def warm(f, x, v, config, steps=5):
