@@ -97,7 +97,7 @@ def print_matrix(arguments: argparse.Namespace, ranks: int) -> None:
                 sum(step["reductions"][0].values()) or "in C++",
                 f"{step['share']:.2f}",
             ]
-            print(table(head, [row]).splitlines()[-1], flush=True)
+            print_row(head, row)
 
 
 def seconds_of_a_step(engine: str, steps: int) -> float:
@@ -133,23 +133,29 @@ def seconds_of_a_step(engine: str, steps: int) -> float:
     return statistics.median(times[1:])
 
 
-def timing(arguments: argparse.Namespace) -> str:
+def print_times(arguments: argparse.Namespace) -> None:
+    """A row for every engine, as soon as it is known."""
     plain = run_on_ranks(seconds_of_a_step, 1, "plain", arguments.steps)[0]
-    rows = [["one process", f"{plain:.2f}", *[""] * (len(arguments.ranks) - 1)]]
+    head = ["seconds a step, 32 rows a rank", *(f"{ranks} rank(s)" for ranks in arguments.ranks)]
+    print(table(head, [["one process", f"{plain:.2f}", *[""] * (len(arguments.ranks) - 1)]]), flush=True)
     for engine in arguments.engines:
         row = [engine]
         for ranks in arguments.ranks:
             slowest = max(run_on_ranks(seconds_of_a_step, ranks, engine, arguments.steps, timeout=600))
             row.append(f"{slowest:.2f} ({slowest / plain:.2f} x)")
-        rows.append(row)
-    return table(["seconds a step, 32 rows a rank", *(f"{ranks} rank(s)" for ranks in arguments.ranks)], rows)
+        print_row(head, row)
+
+
+def print_row(head: list[str], row: list[object]) -> None:
+    """One line of a Markdown table whose head is printed."""
+    print(table(head, [row]).splitlines()[-1], flush=True)
 
 
 def main() -> None:
     arguments = parse_arguments()
     print(header(), "\n", sep="", flush=True)
     if arguments.times:
-        print(timing(arguments))
+        print_times(arguments)
         return
     for ranks in arguments.ranks:
         print_matrix(arguments, ranks)
