@@ -88,21 +88,24 @@ def save_png(figure: Figure, path: str | os.PathLike) -> Path:
 def _draw_gallery(
     figure: SubFigure | Figure, retrieved: Sequence[Retrieved], captions_are: str, answers_are: str
 ) -> None:
+    from matplotlib.transforms import blended_transform_factory
+
     columns = max((len(row.clips) for row in retrieved), default=1)
+    left = 0.235  # where captions end and pictures begin, however wide those are
     axes = figure.subplots(
         len(retrieved),
         columns,
         squeeze=False,
-        gridspec_kw={"left": 0.235, "right": 0.985, "top": 0.915, "bottom": 0.02, "wspace": 0.05, "hspace": 0.14},
+        gridspec_kw={"left": left, "right": 0.985, "top": 0.915, "bottom": 0.02, "wspace": 0.05, "hspace": 0.14},
     )
     for axis in axes.flat:
         axis.axis("off")
     for row, (caption, clips, right) in enumerate(retrieved):
-        axes[row, 0].text(
-            -0.035,
+        figure.text(
+            left - 0.01,
             0.5,
             wrap_caption(caption),
-            transform=axes[row, 0].transAxes,
+            transform=blended_transform_factory(figure.transSubfigure, axes[row, 0].transAxes),
             ha="right",
             va="center",
             fontsize=10,
@@ -117,8 +120,7 @@ def _draw_gallery(
     for column in range(columns):
         title = (f"best {answers_are}", "second", "third")[column] if column < 3 else f"number {column + 1}"
         axes[0, column].set_title(title, fontsize=11, color=INK, pad=8)
-    heading = {"xy": (-0.035, 1), "xycoords": "axes fraction", "xytext": (0, 8), "textcoords": "offset points"}
-    axes[0, 0].annotate(captions_are, **heading, ha="right", va="baseline", fontsize=11, color=INK)
+    figure.text(left - 0.01, 0.928, captions_are, ha="right", va="baseline", fontsize=11, color=INK)
 
 
 def _draw_curves(
