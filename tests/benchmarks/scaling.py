@@ -135,10 +135,13 @@ def main() -> None:
         print(json.dumps(measure(arguments)))
         return
     print(header())
+    head = ["B", "loss", "mini-batches", "CPU-s", "wall s", "growth of the peak, MiB"]
+    print(table(head, []), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         save_inputs(arguments, Path(folder))
-        rows = [row for batch_size in arguments.batch_sizes for row in rows_of(arguments, batch_size, folder)]
-    print(table(["B", "loss", "mini-batches", "CPU-s", "wall s", "growth of the peak, MiB"], rows))
+        for batch_size in arguments.batch_sizes:
+            for row in rows_of(arguments, batch_size, folder):
+                print(f"| {' | '.join(map(str, row))} |", flush=True)
 
 
 if __name__ == "__main__":
