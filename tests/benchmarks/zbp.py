@@ -5,6 +5,7 @@
     python -m tests.benchmarks.zbp equal_time --pairs glosses.parquet --results optical.json
     python -m tests.benchmarks.zbp tables --results optical.json more.json
     python -m tests.benchmarks.zbp quality --pairs glosses.parquet
+    python -m tests.benchmarks.zbp control --pairs glosses.parquet
     python -m tests.benchmarks.zbp cost
     python -m tests.benchmarks.zbp memory
 
@@ -31,9 +32,11 @@ from typing import Any
 import torch
 from sentence_transformers import SentenceTransformer
 from torch import Tensor, nn
+from torch.nn.functional import cosine_similarity
 
 from st_cached_extras.objectives import InfoNCE
 from st_cached_extras.zbp import GradientQuality, ZBPBlock, ZBPConfig, apply_zbp, compare_with_exact, zbp_stats
+from st_cached_extras.zbp.hardware import LinearSurrogate
 from st_cached_extras.zbp.ladder import (
     HEAD_SCALE,
     Arm,
@@ -61,7 +64,9 @@ PROBES = (16, 64)
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("optical", "int8", "equal_time", "tables", "quality", "cost", "memory"))
+    parser.add_argument(
+        "part", choices=("optical", "int8", "equal_time", "tables", "quality", "control", "cost", "memory")
+    )
     parser.add_argument("--results", type=Path, nargs="+", default=[], help="JSON files; runs are added to the first")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--arms", nargs="+", default=None, help="names of arms; default: all")
@@ -284,6 +289,52 @@ def quality_of(arguments: argparse.Namespace, index: int | None, pairs: Pairs, q
     return found
 
 
+def run_control(arguments: argparse.Namespace) -> None:
+    """Cosines of the weights below the optical head with the exact gradient: of a surrogate, of probes, of both.
+
+    The surrogate has seen as many batches as ``--steps`` says, of a model that does not train.
+    """
+    rows, n = arguments.batch_size, max(arguments.probes)
+    pairs, _ = load_pairs(arguments, (arguments.steps + 1) * rows)
+    model = with_optical_head(minilm_weights(arguments.layers, arguments.max_length)).eval()
+    head = model[-1]
+    surrogate = LinearSurrogate(head.in_features, head.out_features)
+    for start in range(rows, len(pairs), rows):
+        texts = [text for pair in pairs[start : start + rows] for text in pair]
+        with torch.no_grad():
+            x = model[1](model[0](model.preprocess(texts)))["sentence_embedding"]
+            surrogate.observe(x, head.block(x))
+    probed = ZBPConfig(mode="cd", n_probes=n, param_mode="none", probe_chunk=16)
+    exact, optics = ZBPConfig(mode="exact", param_mode="none"), head.block.f
+    sides = {
+        "exact": (exact, optics.intensity),
+        "linear surrogate": (exact, surrogate),
+        f"ZBP, {n} probes": (probed, surrogate),
+        f"ZBP, {n} probes beside surrogate": (probed.replace(control="local"), surrogate),
+        "the same, shrunk": (probed.replace(control="local", shrink="mmse"), surrogate),
+    }
+    found: dict[str, Tensor] = {}
+    for side, (config, local) in sides.items():
+        head.block.local = local
+        head.block.zbp.configure(config)
+        model.zero_grad()
+        embeddings = embed_by_length(model, [pair[column] for column in (0, 1) for pair in pairs[:rows]])
+        anchor, positive = embeddings.detach().chunk(2)
+        cotangents = (
+            InfoNCE(scale=HEAD_SCALE).value_and_cotangents({"anchor": anchor, "positive": positive}).cotangents
+        )
+        embeddings.backward(torch.cat([cotangents["anchor"], cotangents["positive"]]))
+        found[side] = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    print(header())
+    print(f"Gradients of all weights below the optical head, batch {rows}, {arguments.steps} batches seen before\n")
+    truth = found.pop("exact")
+    cosines = [
+        [side, f"{cosine_similarity(g, truth, dim=0):.3f}", f"{g.norm() / truth.norm():.2f}"]
+        for side, g in found.items()
+    ]
+    print(table(["gradient", "cosine with exact", "norm ratio"], cosines))
+
+
 # ------------------------------------------------------------------------------------------------------------- cost
 
 
@@ -371,7 +422,13 @@ def main() -> None:
     restart_with_sleeping_threads()
     arguments = parse_arguments()
     torch.set_num_threads(arguments.threads)
-    parts = {"tables": run_tables, "quality": run_quality, "cost": run_cost, "memory": run_memory}
+    parts = {
+        "tables": run_tables,
+        "quality": run_quality,
+        "control": run_control,
+        "cost": run_cost,
+        "memory": run_memory,
+    }
     parts.get(arguments.part, run_training)(arguments)
 
 
