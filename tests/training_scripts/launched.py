@@ -1,7 +1,7 @@
-"""Runs a training script under an engine on the CPU, and checks the class that wraps its model.
+"""Runs training scripts under an engine on the CPU, and checks the class that wraps their models.
 
     accelerate launch --config_file training_scripts/configs/fsdp2.yaml tests/training_scripts/launched.py fsdp2 \\
-        training_scripts/train_video_embedder.py ARGUMENTS...
+        training_scripts/train_video_embedder.py ARGUMENTS... -- training_scripts/train_video_generator.py ARGUMENTS...
 
 What a launcher asks for by environment variables and arguments, Accelerate grants on accelerators alone: see
 :mod:`st_cached_extras.testing.engines`.
@@ -9,6 +9,7 @@ What a launcher asks for by environment variables and arguments, Accelerate gran
 
 from __future__ import annotations
 
+import itertools
 import os
 import runpy
 import sys
@@ -19,7 +20,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from st_cached_extras.testing.engines import check_wrapped, deepspeed_on_cpu, fsdp2_on_cpu
+from st_cached_extras.testing.engines import check_wrapped, deepspeed_on_cpu, forget_engine, fsdp2_on_cpu
 
 
 def run_script(engine: str, script: Path, *arguments: str) -> None:
@@ -31,6 +32,9 @@ def run_script(engine: str, script: Path, *arguments: str) -> None:
         arguments: of its command line.
     """
     torch.set_num_threads(1)
+    launcher = dict(os.environ)
+    forget_engine()
+    os.environ.update(launcher)
     if engine.startswith("zero"):
         deepspeed_on_cpu()
     else:
@@ -53,8 +57,12 @@ def run_script(engine: str, script: Path, *arguments: str) -> None:
     finally:
         Accelerator.prepare, sys.argv, sys.path[:] = prepare, argv, path
     check_wrapped(prepared[-1], engine)
-    print(f"wrapped by {engine}", flush=True)
+    print(f"{script.name}: wrapped by {engine}", flush=True)
 
 
 if __name__ == "__main__":
-    run_script(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])
+    _, engine, *commands = sys.argv
+    for is_end, command in itertools.groupby(commands, "--".__eq__):
+        if not is_end:
+            script, *arguments = command
+            run_script(engine, Path(script), *arguments)
