@@ -287,6 +287,38 @@ def test_two_columns_through_one_model_before_one_backward_do_not_mix():
     assert relative_error(both, first) > 0.1
 
 
+def three_layers():
+    torch.manual_seed(0)
+    block = ZBPBlock(mlp(4, 4), ZBPConfig(mode="dfa", param_mode="none"), name="middle")
+    model = nn.Sequential(nn.Linear(5, 4), block, nn.Linear(4, 3)).double()
+    ErrorTap(model)
+    return model, [torch.randn(2, 5, dtype=torch.float64) for _ in "ab"], [torch.randn(2, 3).double() for _ in "ab"]
+
+
+def test_backwards_that_are_interleaved_do_not_mix():
+    """Half of a's backward, all of b's, and the other half of a's: of two columns, and of two models."""
+    for shared in (True, False):
+        model, (a, b), (e_a, e_b) = three_layers()
+        other = model if shared else three_layers()[0]
+        outputs = []
+        model[1].register_forward_hook(lambda module, args, y, outputs=outputs: outputs.append(y))
+        y_a, y_b = model(a), other(b)
+        (upper,) = torch.autograd.grad(y_a, outputs[0], e_a)
+        y_b.backward(e_b)
+        model.zero_grad()
+        outputs[0].backward(upper)
+        assert relative(model[0].weight.grad, (e_a @ memory(model[1], "dfa.")).T @ a) <= 1e-6
+
+
+def test_an_error_is_of_one_backward():
+    model, (x, _), (first, second) = three_layers()
+    y = model(x)
+    y.backward(first, retain_graph=True)
+    model.zero_grad()
+    y.backward(second)
+    assert relative(model[0].weight.grad, (second @ memory(model[1], "dfa.")).T @ x) <= 1e-6
+
+
 def test_mini_batches_that_are_replayed_give_the_gradient_of_the_whole_batch():
     results = []
     for size in (8, 3, 2):
