@@ -146,9 +146,10 @@ def test_modes_are_switched_and_queries_counted_anew_while_the_cycle_of_probes_g
 
     set_mode(model, "zero")
     assert step().count_nonzero() == 0 and total_queries(model) == 2 * 4
-    set_mode(model, "cd", n_probes=5)
+    set_mode(model, "cd", n_probes=5, eps=None)
     step()
-    assert total_queries(model) == 2 * 4 + 2 * 10
+    assert total_queries(model) == 2 * 4 + 2 * 10, "what chooses a step is not among them"
+    assert all(stats["calibration_queries"] > 0 for stats in zbp_stats(model).values())
 
 
 def test_set_mode_changes_all_layers_or_none():
