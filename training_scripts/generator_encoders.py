@@ -1,4 +1,4 @@
-"""The encoders under which `train_video_generator.py` matches clips: by default five that need no download."""
+"""The encoders under which `train_video_generator.py` matches clips; five of them need no download."""
 
 from __future__ import annotations
 
