@@ -97,7 +97,6 @@ SETTINGS = {
     "engines": Benchmark(("",), "--engines ddp --families infonce"),
     "zbp": Benchmark(("cost",), "cost --repeats 1", reads_texts=True),
     "encoder_probe": Benchmark(("",), "--clips 32 --held_out_clips 16"),
-    "moving_shapes_generator": Benchmark(("",), "--seeds 1 --steps 2"),
 }
 
 
