@@ -27,9 +27,7 @@ def planned(count, lengths, *, patches=None, **settings):
 @pytest.mark.parametrize("budget", [None, 1, 64, 10_000])
 def test_every_row_is_planned_once(seed, sort_by_length, budget):
     count, lengths = random_case(seed)
-    plan = planned(
-        count, lengths, mini_batch_size=7, mini_batch_num_tokens=budget, sort_by_length=sort_by_length
-    )
+    plan = planned(count, lengths, mini_batch_size=7, mini_batch_num_tokens=budget, sort_by_length=sort_by_length)
     assert sorted(row for rows in plan for row in rows.tolist()) == list(range(count))
     assert all(len(rows) for rows in plan)
 
@@ -45,9 +43,7 @@ def test_without_a_budget_every_mini_batch_but_the_last_is_full(seed):
 @pytest.mark.parametrize("sort_by_length", [True, False])
 def test_rows_times_longest_stays_within_the_budget_and_no_mini_batch_could_take_the_next_row(seed, sort_by_length):
     count, lengths = random_case(seed)
-    plan = planned(
-        count, lengths, mini_batch_size=1, mini_batch_num_tokens=64, sort_by_length=sort_by_length
-    )
+    plan = planned(count, lengths, mini_batch_size=1, mini_batch_num_tokens=64, sort_by_length=sort_by_length)
     cost = lambda rows: len(rows) * max(lengths[row] for row in rows)  # noqa: E731
     batches = [rows.tolist() for rows in plan]
     assert all(cost(rows) <= 64 or len(rows) == 1 for rows in batches)
@@ -81,9 +77,7 @@ def test_flattened_rows_keep_their_order_and_fill_the_budget_with_their_sum():
 def test_visual_patches_count_beside_the_tokens(seed, is_padded):
     count, lengths = random_case(seed)
     patches = [random.Random(seed + row).choice([0, 0, 4, 40]) for row in range(count)]
-    plan = planned(
-        count, lengths, mini_batch_size=1, mini_batch_num_tokens=64, is_padded=is_padded, patches=patches
-    )
+    plan = planned(count, lengths, mini_batch_size=1, mini_batch_num_tokens=64, is_padded=is_padded, patches=patches)
 
     def cost(rows):
         own = [lengths[row] for row in rows]
