@@ -1,9 +1,10 @@
 """Makes the cards in this folder: runs recipes as their cards say, and keeps what they wrote beside the weights.
 
     python model_cards/make.py                  # all of them
-    python model_cards/make.py text-embedder
+    python model_cards/make.py video-embedder
 
-Cards and figures are copied as they are, byte for byte; the weights stay in output/.
+The text embedder wants WordNet as a file of the columns term and definition; the others need no download. Cards and
+figures are copied as they are, byte for byte; the weights stay in output/.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 RECIPES = {
-    "text-embedder": "training_scripts/train_text_embedder.py --train_rows 3000 --eval_rows 200 "
-    "--output_dir output/text-embedder",
+    "text-embedder": "training_scripts/train_text_embedder.py --dataset wordnet_glosses.parquet "
+    "--columns term,definition --eval_rows 500 --per_device_train_batch_size 256 --mini_batch_size 64 --max_steps 70 "
+    "--learning_rate 5e-4 --seed 0 --output_dir output/text-embedder",
     "video-embedder": "training_scripts/train_video_embedder.py --train_rows 768 --num_train_epochs 6 "
     "--output_dir output/video-embedder",
     "distilled-embedder": "training_scripts/distil_embedder.py --train_pairs 1500 --eval_pairs 200 "
