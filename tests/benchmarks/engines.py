@@ -153,7 +153,7 @@ def print_row(head: list[str], row: list[object]) -> None:
 
 def main() -> None:
     arguments = parse_arguments()
-    print(header(), "\n", sep="", flush=True)
+    print(header(), flush=True)
     if arguments.times:
         print_times(arguments)
         return
