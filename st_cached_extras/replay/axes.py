@@ -104,7 +104,6 @@ class Tokens:
         begin = end - tokens
         return value[:, begin:end].index_select(0, to_device(rows, value.device))
 
-
     def rounded(self, lengths: Any) -> Any:
         """Lengths, or one, as they are computed: up to the next multiple, or the whole width."""
         up = (lengths + self.multiple - 1) // self.multiple * self.multiple
