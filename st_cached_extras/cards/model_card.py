@@ -7,6 +7,7 @@ guessed, and the Hub is asked about nothing but the ids of models and datasets t
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -106,8 +107,8 @@ class ReplayModelCardData(SentenceTransformerModelCardData):
             "",
             f"folder = {folder}",
             "model = SentenceTransformer(folder)",
-            f"captions = {texts!r}",
-            f"files = {names!r}",
+            f"captions = {json.dumps(texts, ensure_ascii=False)}",
+            f"files = {json.dumps(names)}",
             f'videos = [read_video(f"{{folder}}/{{file}}", num_frames={len(clips[0]["array"])}) for file in files]',
             "",
             "similarities = model.similarity(model.encode_query(captions), model.encode_document(videos))",
