@@ -274,7 +274,7 @@ class _Link:
             of_branch = [next(states) for _ in mini_batches]
             for step in range(-missing, len(mini_batches)):
                 rows, state = mini_batches[max(step, 0)], of_branch[max(step, 0)]
-                factor = torch.tensor(float(step >= 0))  # what is missing runs with cotangents of zero
+                weight = float(step >= 0)  # what is missing runs with cotangents of zero
                 taken = {name: x[rows].detach().requires_grad_(x.requires_grad) for name, x in inputs.items()}
                 last = synchronises and step == len(mini_batches) - 1
                 if last:  # an engine may synchronise buffers in its last forward, and gradients in the backward
@@ -286,7 +286,8 @@ class _Link:
                     if tolerance < math.inf:
                         self._check_parity(branch, x.detach(), outputs[name][rows].detach(), tolerance)
                     if x.requires_grad:
-                        surrogates.append(surrogate(x, cotangents[name][rows], factor.to(x.device)))
+                        factor = torch.full((), weight, device=x.device)  # filled there: nothing is copied
+                        surrogates.append(surrogate(x, cotangents[name][rows], factor))
                 if last:
                     world.raise_together(None)
                 if not surrogates:
