@@ -31,13 +31,14 @@ from transformers import (
 
 from st_cached_extras.encoders import (
     FrozenEncoder,
+    Glimpse,
     PixelPreprocessing,
     PooledPixels,
-    RandomContours,
     RandomConvolution3d,
     SentenceTransformerEncoder,
     load_encoder,
 )
+from st_cached_extras.encoders.glimpse import stands_out
 from st_cached_extras.encoders.preprocessing import TOLERANCE
 from st_cached_extras.replay import Stage, Staged
 from st_cached_extras.testing.tiny_models import FRAMES, PIXELS, tiny_text_model, tiny_video_model
@@ -233,7 +234,7 @@ def test_a_sentence_transformers_image_model_embeds_frame_by_frame(tmp_path):
     assert leaf.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize("make", [PooledPixels, RandomContours, RandomConvolution3d])
+@pytest.mark.parametrize("make", [Glimpse, PooledPixels, RandomConvolution3d])
 def test_encoders_without_weights_to_load_are_deterministic_and_differentiable(make):
     clips = torch.rand(2, 8, 3, 56, 56, generator=torch.Generator().manual_seed(0)).requires_grad_()
     before = torch.get_rng_state()
@@ -260,41 +261,92 @@ def test_random_filters_do_not_see_where_something_is_but_that_it_moves():
     assert (here - moving).norm() > 0.01 * here.norm()
 
 
-def test_contours_see_form_and_neither_place_nor_colour_nor_contrast():
-    x, y = torch.meshgrid(torch.arange(56), torch.arange(56), indexing="xy")
-
-    def clip(form, column, row, colour, background=0.1):
-        across, down = (x - column).abs(), (y - row).abs()
-        inside = torch.maximum(across, down) < 7 if form == "square" else across + down < 9
-        picture = torch.where(inside[None], torch.tensor(colour)[:, None, None], background)
-        return picture.expand(4, 3, 56, 56)
-
-    red, dim = (0.9, 0.2, 0.2), (0.2, 0.2, 0.4)
-    clips = [
-        clip("square", 16, 16, red),
-        clip("square", 30, 36, red),
-        clip("square", 16, 16, dim),
-        clip("diamond", 16, 16, red),
-    ]
-    features = RandomContours()(torch.stack(clips))
-    assert features.shape == (4, 2, 128)
-    square, elsewhere, dimmed, diamond = features
-    torch.testing.assert_close(elsewhere, square, rtol=1e-4, atol=1e-5)
-    assert (dimmed - square).norm() < 0.5 * (diamond - square).norm()
+def sprite_clip(form, column, row, colour, background=(0.1, 0.1, 0.1), size=56):
+    """Two like frames with a square or a diamond around (column, row), [2, 3, size, size]."""
+    x, y = torch.meshgrid(torch.arange(size), torch.arange(size), indexing="xy")
+    across, down = (x - column).abs(), (y - row).abs()
+    inside = torch.maximum(across, down) < 7 if form == "square" else across + down < 9
+    colours = torch.tensor([colour, background])[:, :, None, None]
+    return torch.where(inside, *colours).expand(2, 3, size, size)
 
 
-def test_contours_of_an_empty_picture_are_finite_and_have_a_gradient():
+def test_a_glimpse_sees_form_and_neither_place_nor_colours():
+    red, dim = (0.9, 0.2, 0.2), (0.2, 0.2, 0.3)
+    square, elsewhere, dimmed, dark, diamond = Glimpse()(
+        torch.stack(
+            [
+                sprite_clip("square", 16, 16, red),
+                sprite_clip("square", 30, 36, red),
+                sprite_clip("square", 16, 16, dim),
+                sprite_clip("square", 16, 16, (0.1, 0.2, 0.1), (0.8, 0.8, 0.9)),
+                sprite_clip("diamond", 16, 16, red),
+            ]
+        )
+    )
+    apart = (diamond - square).norm()
+    assert square.shape == (1, 256)
+    assert (elsewhere - square).norm() < 1e-3 * apart
+    assert (dimmed - square).norm() < 0.05 * apart
+    assert (dark - square).norm() < 0.05 * apart
+    assert apart > 0.2 * square.norm()
+
+
+def test_a_glimpse_is_the_picture_of_what_stands_out():
+    """Against loops over pixels: opacity, centre, box filter, and the grid's points between four pixels."""
+    rng = np.random.default_rng(0)
+    for cells, window, height, width in [(4, 0.5, 20, 24), (3, 1.0, 17, 15), (6, 0.3, 12, 30)]:
+        picture = rng.uniform(0, 0.1, (3, height, width))
+        picture[:, 5:9, 6:11] += rng.uniform(0.3, 0.8, (3, 1, 1))
+        pixel = {(r, c): picture[:, r, c] for r in range(height) for c in range(width)}
+        border = [(r, c) for r, c in pixel if r in (0, height - 1) or c in (0, width - 1)]
+        background = np.mean([pixel[at] for at in border], axis=0)
+        weight = {at: ((rgb - background) ** 2).sum() + 1e-6 for at, rgb in pixel.items()}
+        whole = sum(weight.values())
+        row, column = (sum(weight[at] * (at[axis] + 0.5) for at in pixel) / whole for axis in (0, 1))
+        colour = sum(weight[at] * (rgb - background) for at, rgb in pixel.items()) / whole
+        opacity = {at: (rgb - background) @ colour / (colour @ colour + 1e-3) for at, rgb in pixel.items()}
+        pitch = window * min(height, width) / cells
+        half = round(pitch / 2)
+
+        def smooth(r, c, opacity=opacity, half=half):
+            near = [opacity.get((i, j)) for i in range(r - half, r + half + 1) for j in range(c - half, c + half + 1)]
+            return np.mean([x for x in near if x is not None]) if (r, c) in opacity else 0.0
+
+        expected = []
+        for i in range(cells):
+            for j in range(cells):
+                y, x = row + (i - (cells - 1) / 2) * pitch - 0.5, column + (j - (cells - 1) / 2) * pitch - 0.5
+                corners = [(int(np.floor(y)) + a, int(np.floor(x)) + b) for a in (0, 1) for b in (0, 1)]
+                expected.append(sum(smooth(r, c) * (1 - abs(y - r)) * (1 - abs(x - c)) for r, c in corners))
+        found = Glimpse(cells, window=window)(torch.from_numpy(picture)[None, None])
+        torch.testing.assert_close(found[0, 0], torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-9)
+
+
+def test_a_glimpse_has_the_right_gradient_through_the_centre_too():
+    clips = torch.rand(1, 1, 3, 8, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    clips[..., 2:5, 3:6] += 1
+    assert torch.autograd.gradcheck(Glimpse(3, window=0.7), clips.requires_grad_())
+
+
+def test_a_glimpse_of_an_empty_picture_is_its_middle_and_has_a_gradient():
     clips = torch.full((1, 2, 3, 28, 28), 0.3).requires_grad_()
-    features = RandomContours()(clips)
+    features = Glimpse()(clips)
     features.sum().backward()
-    assert features.isfinite().all()
+    torch.testing.assert_close(features, torch.zeros(1, 1, 256), rtol=0, atol=1e-4)
     assert clips.grad.isfinite().all()
+    _, centre = stands_out(clips[0])
+    torch.testing.assert_close(centre, torch.full((2, 2), 14.0))
 
 
-@pytest.mark.parametrize("kind", [RandomContours, RandomConvolution3d])
-def test_random_filters_differ_by_seed(kind):
+@pytest.mark.parametrize("wrong", [{"cells": 0}, {"every": 0}, {"window": 0}, {"window": 1.5}])
+def test_a_glimpse_of_no_window_is_refused(wrong):
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))}={next(iter(wrong.values()))}"):
+        Glimpse(**wrong)
+
+
+def test_random_filters_differ_by_seed():
     clips = torch.rand(2, 4, 3, 28, 28)
-    assert not torch.allclose(kind(seed=0)(clips), kind(seed=1)(clips))
+    assert not torch.allclose(RandomConvolution3d(seed=0)(clips), RandomConvolution3d(seed=1)(clips))
 
 
 def test_as_a_stage_an_encoder_runs_in_its_own_mini_batches(saved):

@@ -15,8 +15,8 @@ from torch import Tensor
 from st_cached_extras import CachedInfoNCELoss
 from st_cached_extras.encoders import (
     FrozenEncoder,
+    Glimpse,
     PooledPixels,
-    RandomContours,
     RandomConvolution3d,
     SentenceTransformerEncoder,
     load_encoder,
@@ -28,7 +28,7 @@ def make_encoders(names: Sequence[str], tower: str | Path, *, dtype: str | None,
     """Frozen encoders by name.
 
     Args:
-        names: "tower", "convolution", "contours", "colours", "pixels"; or Hub ids and paths of image and video
+        names: "tower", "convolution", "glimpse", "colours", "pixels"; or Hub ids and paths of image and video
             models, of transformers or of sentence-transformers.
         tower: path of the model that is called "tower".
         dtype: in which encoders that are loaded compute, such as "bfloat16"; None for that of their weights.
@@ -43,8 +43,8 @@ def make_encoders(names: Sequence[str], tower: str | Path, *, dtype: str | None,
             encoders[name] = PooledPixels(rows=1, columns=1, mini_batch_size=mini_batch_size)
         elif name == "convolution":
             encoders[name] = RandomConvolution3d(mini_batch_size=mini_batch_size)
-        elif name == "contours":
-            encoders[name] = RandomContours(mini_batch_size=mini_batch_size)
+        elif name == "glimpse":
+            encoders[name] = Glimpse(mini_batch_size=mini_batch_size)
         else:
             path = str(tower) if name == "tower" else name
             if is_sentence_transformer_model(path):

@@ -53,8 +53,8 @@ READ = {"shape": list(SHAPES), "colour": list(COLOURS)}  # what the judge reads 
 class Arguments:
     output_dir: str = field(default="output/video-generator", metadata={"help": "Where everything goes."})
     encoders: list[str] = field(
-        default_factory=lambda: ["tower", "convolution", "colours", "pixels"],
-        metadata={"help": "These, contours, and Hub ids and paths of image and video models."},
+        default_factory=lambda: ["tower", "convolution", "glimpse", "colours", "pixels"],
+        metadata={"help": "These, and Hub ids and paths of image and video models."},
     )
     tower: str | None = field(default=None, metadata={"help": "A model of train_video_embedder.py, as the tower."})
     dtype: str | None = field(default=None, metadata={"help": "In which loaded encoders compute, e.g. bfloat16."})

@@ -48,42 +48,8 @@ class RandomConvolution3d(FrozenEncoder):
         super().__init__(filters, mini_batch_size=mini_batch_size)
 
     def encode(self, pixels: Tensor) -> Tensor:
-        responses = F.relu(self.encoder(2 * pixels.transpose(1, 2) - 1))  # [B, channels, steps, h, w]
-        return _mean_and_deviation(responses.transpose(1, 2))  # [B, steps, 2 · channels]
-
-
-class RandomContours(FrozenEncoder):
-    """How strongly random filters respond to outlines, whatever their place and colour: [B, T/2, 2 · channels].
-
-    Every second picture's luminance is brought to one contrast, and the mean and the standard deviation over the
-    picture are taken of each filter's rectified response. Colours, and how much a shape stands out, make up most of
-    what other encoders see; they are gone here, and what is left is mostly form. With contrast normalised and
-    responses rectified, random filters come close to trained ones (Jarrett et al., "What is the best multi-stage
-    architecture for object recognition?", ICCV 2009).
-
-    Args:
-        channels: number of filters.
-        seed: of the filters.
-        mini_batch_size: clips at once.
-    """
-
-    def __init__(self, channels: int = 64, *, seed: int = 0, mini_batch_size: int | None = None) -> None:
-        filters = nn.utils.skip_init(nn.Conv2d, 1, channels, 5, stride=2, padding=2)
-        generator = torch.Generator().manual_seed(seed)
-        nn.init.normal_(filters.weight, std=0.4, generator=generator)  # of norm 2, as 25 values make a filter
-        nn.init.uniform_(filters.bias, -1.0, 1.0, generator=generator)
-        super().__init__(filters, mini_batch_size=mini_batch_size)
-
-    def encode(self, pixels: Tensor) -> Tensor:
-        luminance = pixels[:, ::2].mean(dim=2).flatten(0, 1)[:, None]  # [B · steps, 1, H, W]
-        centred = luminance - luminance.mean(dim=(2, 3), keepdim=True)
-        contrast = (centred.square().mean(dim=(2, 3), keepdim=True) + 1e-5).sqrt()  # what is fainter, stays faint
-        responses = F.relu(self.encoder(centred / contrast))
-        return _mean_and_deviation(responses).unflatten(0, (len(pixels), -1))
-
-
-def _mean_and_deviation(responses: Tensor) -> Tensor:
-    """Over the picture, of maps [..., channels, h, w]: [..., 2 · channels]."""
-    variance, mean = torch.var_mean(responses, dim=(-2, -1), correction=0)
-    deviation = (variance + 1e-6).sqrt()  # has a derivative where nothing responds
-    return torch.cat([mean, deviation], dim=-1)
+        responses = F.relu(self.encoder(2 * pixels.transpose(1, 2) - 1))
+        responses = responses.transpose(1, 2)  # [B, steps, channels, h, w]
+        variance, mean = torch.var_mean(responses, dim=(-2, -1), correction=0)
+        deviation = (variance + 1e-6).sqrt()  # has a derivative where nothing responds
+        return torch.cat([mean, deviation], dim=-1)

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from st_cached_extras.data import moving_shapes
 from st_cached_extras.data.moving_shapes import COLOURS, SHAPES, SIZES
-from st_cached_extras.encoders import PooledPixels, RandomContours, RandomConvolution3d, SentenceTransformerEncoder
+from st_cached_extras.encoders import Glimpse, PooledPixels, RandomConvolution3d, SentenceTransformerEncoder
 from tests.benchmarks.measure import header, table
 
 GROUPS = {"shape": list(SHAPES), "colour": list(COLOURS), "size": list(SIZES)}
@@ -58,8 +58,8 @@ def main() -> None:
     arguments = parser.parse_args()
     print(header())
     encoders = {
-        "contours": RandomContours(),
         "convolution": RandomConvolution3d(),
+        "glimpse": Glimpse(),
         "pixels": PooledPixels(),
         "colours": PooledPixels(rows=1, columns=1),
     }

@@ -117,7 +117,7 @@ def test_encoders_by_path_take_the_place_of_the_default_ones(tmp_path, monkeypat
     Dinov2Model(Dinov2Config(**sizes)).save_pretrained(tmp_path / "dinov2")
     size = {"height": 28, "width": 28}
     CLIPImageProcessor(size={"shortest_edge": 28}, crop_size=size).save_pretrained(tmp_path / "dinov2")
-    encoders = [str(tmp_path / "dinov2"), "contours"]
+    encoders = [str(tmp_path / "dinov2"), "glimpse"]
     arguments = [*SMALL, "--output_dir", str(tmp_path / "out"), "--encoders", *encoders, "--dtype", "bfloat16"]
     run_here(monkeypatch, "train_video_generator.py", *arguments)
     text = (tmp_path / "out" / "final" / "README.md").read_text()

@@ -1,0 +1,77 @@
+"""An encoder that looks where something stands out: the outline of a thing, whatever its place and colour."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from st_cached_extras.encoders.frozen import FrozenEncoder
+
+
+class Glimpse(FrozenEncoder):
+    """What stands out from a picture's border, cut out around its centre, in black and white: [B, steps, cells²].
+
+    Of every picture that it looks at, the mean colour of the border is the background. The window is centred where
+    the squared differences from that colour have their mean. A pixel's value is how far it lies on the way from the
+    background to the colour that stands out: the opacity of a sprite of one colour, and the same for any two colours.
+    What is left is form and size, pixel by pixel, so that a generator is told where its outline is wrong, and not
+    just that its statistics are. Gradients pass through the centre as well (Jaderberg et al., "Spatial Transformer
+    Networks", NeurIPS 2015, equation 5).
+
+    Args:
+        cells: rows and columns of the window's grid.
+        window: side of the window as a share of the picture's shorter side.
+        every: a step of time is as many pictures, of which the first is looked at.
+        mini_batch_size: clips at once.
+
+    Raises:
+        ValueError: ``cells`` or ``every`` is less than 1, or ``window`` is not in (0, 1].
+    """
+
+    def __init__(
+        self, cells: int = 16, *, window: float = 0.6, every: int = 2, mini_batch_size: int | None = None
+    ) -> None:
+        if cells < 1 or every < 1 or not 0 < window <= 1:
+            raise ValueError(
+                "cells and every must be at least 1, and window in (0, 1], got "
+                f"cells={cells}, every={every}, window={window}."
+            )
+        super().__init__(nn.Identity(), mini_batch_size=mini_batch_size)
+        self.cells, self.window, self.every = cells, window, every
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        pictures = pixels[:, :: self.every].flatten(0, 1)  # [B · steps, 3, H, W]
+        opacity, centre = stands_out(pictures)
+        height, width = opacity.shape[1:]
+        pitch = self.window * min(height, width) / self.cells
+        smooth = 2 * round(pitch / 2) + 1  # odd, so that a box has a pixel in its middle
+        opacity = F.avg_pool2d(opacity[:, None], smooth, stride=1, padding=smooth // 2, count_include_pad=False)
+        offset = (torch.arange(self.cells, device=pixels.device, dtype=pixels.dtype) - (self.cells - 1) / 2) * pitch
+        place = centre[..., None] + offset  # [n, 2, cells], x and y in pixels from the top left corner
+        x, y = (2 * place[:, axis] / size - 1 for axis, size in ((0, width), (1, height)))
+        grid = torch.stack(torch.broadcast_tensors(x[:, None, :], y[:, :, None]), dim=-1)
+        return F.grid_sample(opacity, grid, align_corners=False).flatten(1).unflatten(0, (len(pixels), -1))
+
+
+def stands_out(pictures: Tensor) -> tuple[Tensor, Tensor]:
+    """What stands out from the border's mean colour, and where.
+
+    Args:
+        pictures: RGB [n, 3, H, W].
+
+    Returns:
+        How far each pixel lies on the way from that colour to the one that stands out, [n, H, W], about 0 and 1 for
+        a thing of one colour; and the centre (x, y) of what does, [n, 2], in pixels from the top left corner.
+    """
+    rows = torch.cat([pictures[:, :, 0], pictures[:, :, -1]], dim=2)
+    columns = torch.cat([pictures[:, :, 1:-1, 0], pictures[:, :, 1:-1, -1]], dim=2)
+    background = torch.cat([rows, columns], dim=2).mean(2)
+    difference = pictures - background[:, :, None, None]
+    weight = difference.square().sum(1) + 1e-6  # of a picture with nothing on it, the centre is its middle
+    weight = weight / weight.sum(dim=(1, 2), keepdim=True)  # [n, H, W]
+    colour = torch.einsum("nhw,nchw->nc", weight, difference)
+    opacity = torch.einsum("nc,nchw->nhw", colour, difference) / (colour.square().sum(1) + 1e-3)[:, None, None]
+    at = [torch.arange(size, device=pictures.device, dtype=pictures.dtype) + 0.5 for size in pictures.shape[2:]]
+    centre = torch.stack([weight.sum(1) @ at[1], weight.sum(2) @ at[0]], dim=1)
+    return opacity, centre
