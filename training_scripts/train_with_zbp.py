@@ -65,6 +65,7 @@ class ScriptArguments:
     arms: list[str] | None = field(default=None, metadata={"help": "Names of arms. Default: all."})
     probes: list[int] = field(default_factory=lambda: [16, 64], metadata={"help": "Budgets of ZBP."})
     modes: list[str] = field(default_factory=list, metadata={"help": "More arms, such as dfa, or ZBPConfig JSON."})
+    camera_pixels: int = field(default=128, metadata={"help": "What the optical head measures of an embedding."})
     int8_layers: int = field(default=2, metadata={"help": "How many of the last layers compute in int8."})
     mini_batch_size: int = field(default=32, metadata={"help": "Rows that are embedded at once."})
     record_every: int = field(default=0, metadata={"help": "Compare with exact gradients every so many steps."})
@@ -148,7 +149,7 @@ def model_with_hardware(script: ScriptArguments) -> SentenceTransformer:
     if script.num_layers:
         keep_layers(model, script.num_layers)
     if script.scenario == "optical":
-        return with_optical_head(model)
+        return with_optical_head(model, script.camera_pixels)
     return with_int8_layers(model, last_layers(model, script.int8_layers))
 
 

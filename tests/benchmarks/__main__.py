@@ -95,7 +95,25 @@ SETTINGS = {
     "spiral": Benchmark(("",), "--steps 20 --seeds 1 --real 200 --landmarks 16"),
     "staged_memory": Benchmark(("--batch_sizes 32 64",), "--batch_sizes 8"),
     "engines": Benchmark(("",), "--engines ddp --families infonce"),
-    "zbp": Benchmark(("cost",), "cost --repeats 1", reads_texts=True),
+    "zbp": Benchmark(
+        (
+            "optical",
+            "int8 --batch_size 32 --learning_rate 2e-4 --probes 4",
+            "control --steps 20",
+            "quality --batch_size 64",
+            "cost",
+            "memory",
+        ),
+        "cost --repeats 1",
+        reads_texts=True,
+    ),
+    "zbp_modes": Benchmark(("",), "--steps 2 --every 1 --batch_size 8 --seeds 0 --modes cd"),
+    "moving_shapes_generator": Benchmark(
+        ("",),
+        "--seeds 1 --clips 48 --held_out_clips 32 --steps 2 --batch_size 16 --differentiated 8 --mini_batch_size 4 "
+        "--landmarks 32 --tower_steps 1 --judge_steps 2 --eval_steps 2 --warmup_steps 1",
+    ),
+    "data_loading": Benchmark(("",), "--clips 32 --batch 8 --mini_batch 4 --steps 2 --workers 0"),
     "encoder_probe": Benchmark(("",), "--clips 32 --held_out_clips 16"),
 }
 

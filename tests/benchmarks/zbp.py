@@ -77,6 +77,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=3, help="of MiniLM, the first ones")
     parser.add_argument("--train", type=int, default=20_000)
     parser.add_argument("--held_out", type=int, default=1000)
+    parser.add_argument("--camera_pixels", type=int, default=128, help="of the optical head, whose input has 384")
     parser.add_argument("--probes", type=int, nargs="+", default=list(PROBES))
     parser.add_argument("--queries", type=int, nargs="+", default=[0, 16, 64, 256], help="of the part quality")
     parser.add_argument("--threads", type=int, default=1)
@@ -169,7 +170,7 @@ def scenario(arguments: argparse.Namespace) -> tuple[SentenceTransformer, list[A
     if arguments.part == "int8":
         names = last_layers(model, 2)
         return with_int8_layers(model, names), int8_arms(names, probes)
-    return with_optical_head(model), optical_arms(probes)
+    return with_optical_head(model, arguments.camera_pixels), optical_arms(probes)
 
 
 def run_training(arguments: argparse.Namespace) -> None:
@@ -271,7 +272,7 @@ def quality_of(arguments: argparse.Namespace, index: int | None, pairs: Pairs, q
         mode="cd" if queries else "skip", n_probes=max(1, queries // 2), param_mode="none", probe_chunk=1
     )
     if index is None:
-        block = with_optical_head(model)[-1].block
+        block = with_optical_head(model, arguments.camera_pixels)[-1].block
         block.zbp.configure(config)
     else:
         apply_zbp(model, [index], config)
@@ -296,7 +297,8 @@ def run_control(arguments: argparse.Namespace) -> None:
     """
     rows, n = arguments.batch_size, max(arguments.probes)
     pairs, _ = load_pairs(arguments, (arguments.steps + 1) * rows)
-    model = with_optical_head(minilm_weights(arguments.layers, arguments.max_length)).eval()
+    model = minilm_weights(arguments.layers, arguments.max_length)
+    model = with_optical_head(model, arguments.camera_pixels).eval()
     head = model[-1]
     surrogate = LinearSurrogate(head.in_features, head.out_features)
     for start in range(rows, len(pairs), rows):
