@@ -32,6 +32,7 @@ from transformers import (
 from st_cached_extras.encoders import (
     FrozenEncoder,
     Glimpse,
+    Motion,
     PixelPreprocessing,
     PooledPixels,
     RandomConvolution3d,
@@ -234,7 +235,7 @@ def test_a_sentence_transformers_image_model_embeds_frame_by_frame(tmp_path):
     assert leaf.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize("make", [Glimpse, PooledPixels, RandomConvolution3d])
+@pytest.mark.parametrize("make", [Glimpse, Motion, PooledPixels, RandomConvolution3d])
 def test_encoders_without_weights_to_load_are_deterministic_and_differentiable(make):
     clips = torch.rand(2, 8, 3, 56, 56, generator=torch.Generator().manual_seed(0)).requires_grad_()
     before = torch.get_rng_state()
@@ -336,6 +337,17 @@ def test_a_glimpse_of_an_empty_picture_is_its_middle_and_has_a_gradient():
     assert clips.grad.isfinite().all()
     _, centre = stands_out(clips[0])
     torch.testing.assert_close(centre, torch.full((2, 2), 14.0))
+
+
+def test_motion_is_the_path_of_what_stands_out_and_neither_its_place_nor_its_form():
+    steps = torch.tensor([[0, 0], [3, -1], [6, 1], [9, 4]])
+
+    def clip(form, column, row, colour):
+        return torch.cat([sprite_clip(form, column + x, row + y, colour)[:1] for x, y in steps.tolist()])
+
+    clips = torch.stack([clip("square", 16, 20, (0.9, 0.2, 0.2)), clip("diamond", 30, 30, (0.2, 0.2, 0.5))])
+    path = (steps - steps.float().mean(0)) * 2 / 56
+    torch.testing.assert_close(Motion()(clips), path.flatten().expand(2, 1, 8), rtol=0, atol=2e-3)
 
 
 @pytest.mark.parametrize("wrong", [{"cells": 0}, {"every": 0}, {"window": 0}, {"window": 1.5}])

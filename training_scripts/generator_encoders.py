@@ -1,4 +1,4 @@
-"""The encoders under which `train_video_generator.py` matches clips; five of them need no download."""
+"""The encoders under which `train_video_generator.py` matches clips; six of them need no download."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from st_cached_extras import CachedInfoNCELoss
 from st_cached_extras.encoders import (
     FrozenEncoder,
     Glimpse,
+    Motion,
     PooledPixels,
     RandomConvolution3d,
     SentenceTransformerEncoder,
@@ -28,8 +29,8 @@ def make_encoders(names: Sequence[str], tower: str | Path, *, dtype: str | None,
     """Frozen encoders by name.
 
     Args:
-        names: "tower", "convolution", "glimpse", "colours", "pixels"; or Hub ids and paths of image and video
-            models, of transformers or of sentence-transformers.
+        names: "tower", "convolution", "glimpse", "motion", "colours", "pixels"; or Hub ids and paths of image and
+            video models, of transformers or of sentence-transformers.
         tower: path of the model that is called "tower".
         dtype: in which encoders that are loaded compute, such as "bfloat16"; None for that of their weights.
         mini_batch_size: clips at once.
@@ -45,6 +46,8 @@ def make_encoders(names: Sequence[str], tower: str | Path, *, dtype: str | None,
             encoders[name] = RandomConvolution3d(mini_batch_size=mini_batch_size)
         elif name == "glimpse":
             encoders[name] = Glimpse(mini_batch_size=mini_batch_size)
+        elif name == "motion":
+            encoders[name] = Motion(mini_batch_size=mini_batch_size)
         else:
             path = str(tower) if name == "tower" else name
             if is_sentence_transformer_model(path):

@@ -10,7 +10,9 @@ from generator_encoders import features_of
 from torch import Tensor
 from torch.nn import functional as F
 
+from st_cached_extras.data.moving_shapes import DIRECTIONS, SPEEDS
 from st_cached_extras.encoders import FrozenEncoder
+from st_cached_extras.encoders.glimpse import stands_out
 from st_cached_extras.objectives.mmd import MultiEncoderMMD
 
 
@@ -62,18 +64,31 @@ class GeneratorEvaluator:
             generate: captions → clips, uint8 [n, T, H, W, 3].
 
         Returns:
-            "mmd/ENCODER", the raw values; "sliced_wasserstein", under the judge's features; "read/GROUP", the share
-            of clips off which the judge reads the word that was asked for, and "read/all", off which it reads all.
+            "mmd/ENCODER", the raw values; "sliced_wasserstein", under the judge's features; and what :meth:`read`
+            says, as "read/NAME".
         """
         clips = generate(self.captions).movedim(-1, 2).to(self.real.device)
         raw = self._raw(features_of(self.encoders, clips))
         floats = clips.float() / 255
-        right = self.judge.read(floats, self.captions)
         return {
             **{f"mmd/{name}": value for name, value in raw.items()},
             "sliced_wasserstein": sliced_wasserstein(self.judge.features(floats), self.real),
-            **dict(zip((f"read/{name}" for name in self.judge.groups), right.float().mean(0).tolist(), strict=True)),
-            "read/all": float(right.all(1).float().mean()),
+            **{f"read/{name}": share for name, share in self.read(floats, self.captions).items()},
+        }
+
+    def read(self, clips: Tensor, captions: Sequence[str]) -> dict[str, float]:
+        """What share of clips [n, T, 3, H, W] in [0, 1] show what their captions ask for.
+
+        Returns:
+            By group of the judge, such as "shape", the share off which it reads the right word; by these names in a
+            row, such as "shape and colour", the share off which it reads all; and "motion", see
+            :func:`moves_as_asked`.
+        """
+        right = self.judge.read(clips, captions)
+        return {
+            **dict(zip(self.judge.groups, right.float().mean(0).tolist(), strict=True)),
+            " and ".join(self.judge.groups): float(right.all(1).float().mean()),
+            "motion": float(moves_as_asked(clips, captions).float().mean()),
         }
 
     def _raw(self, features: dict[str, Tensor]) -> dict[str, float]:
@@ -85,6 +100,27 @@ class GeneratorEvaluator:
             for rows in self.batches
         ]
         return {name: float(torch.stack([value[f"mmd/{name}"] for value in values]).mean()) for name in features}
+
+
+def moves_as_asked(clips: Tensor, captions: Sequence[str]) -> Tensor:
+    """Whether what stands out moves in the direction and at the speed that each caption names, bool [n].
+
+    Measured from its centre in the first picture to that in the last: the direction that is nearest, and "quickly"
+    where the way is nearer to that of the quick clips than to that of the slow ones.
+    """
+    _, centres = stands_out(clips[:, [0, -1]].flatten(0, 1))
+    first, last = centres.unflatten(0, (len(clips), 2)).unbind(1)
+    way = (last - first).cpu() / (clips.shape[1] - 1)  # [n, 2], pixels per frame
+    directions = torch.tensor(list(DIRECTIONS.values()), dtype=way.dtype)
+    forward = (way @ directions.T).amax(1, keepdim=True)  # along the nearest direction
+    speeds = torch.tensor(list(SPEEDS.values()))
+    found = (way @ directions.T).argmax(1), (forward - speeds).abs().argmin(1)
+    said = [set(caption.lower().split()) for caption in captions]
+    wanted = (
+        torch.tensor([next(i for i, word in enumerate(group) if word in words) for words in said])
+        for group in (DIRECTIONS, SPEEDS)
+    )
+    return torch.stack([a == b for a, b in zip(found, wanted, strict=True)]).all(0)
 
 
 def sliced_wasserstein(a: Tensor, b: Tensor, directions: int = 256, seed: int = 0) -> float:

@@ -53,14 +53,14 @@ READ = {"shape": list(SHAPES), "colour": list(COLOURS)}  # what the judge reads 
 class Arguments:
     output_dir: str = field(default="output/video-generator", metadata={"help": "Where everything goes."})
     encoders: list[str] = field(
-        default_factory=lambda: ["tower", "convolution", "glimpse", "colours", "pixels"],
+        default_factory=lambda: ["tower", "convolution", "glimpse", "motion", "colours", "pixels"],
         metadata={"help": "These, and Hub ids and paths of image and video models."},
     )
     tower: str | None = field(default=None, metadata={"help": "A model of train_video_embedder.py, as the tower."})
     dtype: str | None = field(default=None, metadata={"help": "In which loaded encoders compute, e.g. bfloat16."})
     clips: int = field(default=1536, metadata={"help": "Real clips to train on."})
     held_out_clips: int = field(default=448, metadata={"help": "Real clips to compare with, at most 448."})
-    steps: int = field(default=400, metadata={"help": "Steps of the generator."})
+    steps: int = field(default=250, metadata={"help": "Steps of the generator."})
     batch_size: int = field(default=128, metadata={"help": "Clips per device that are matched at once."})
     differentiated: int = field(default=32, metadata={"help": "Clips of them that are differentiated."})
     mini_batch_size: int = field(default=32, metadata={"help": "Clips in memory at once."})
@@ -76,8 +76,8 @@ class Arguments:
     landmarks: int = field(default=1024, metadata={"help": "Landmarks that sum up real clips."})
     tower_steps: int = field(default=100, metadata={"help": "Steps of the tower."})
     judge_steps: int = field(default=450, metadata={"help": "Steps of the judge."})
-    eval_steps: int = field(default=100, metadata={"help": "Steps between evaluations."})
-    save_steps: int = field(default=100, metadata={"help": "Steps between checkpoints."})
+    eval_steps: int = field(default=50, metadata={"help": "Steps between evaluations."})
+    save_steps: int = field(default=50, metadata={"help": "Steps between checkpoints."})
     resume: bool = field(default=False, metadata={"help": "Go on from the last checkpoint in output_dir."})
     seed: int = field(default=0, metadata={"help": "Of everything random."})
     push_to_hub: str | None = field(default=None, metadata={"help": "Id of a private model to push the result to."})

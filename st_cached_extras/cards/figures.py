@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure, SubFigure
 
 RIGHT, WRONG, INK, FAINT = "#2ca25f", "#b8b8b8", "#222222", "#8a8a8a"
-COLOURS = ("#1f5fa8", "#d9730d", "#7b4ea3", "#3a8f8f")
+COLOURS = ("#1f5fa8", "#d9730d", "#7b4ea3", "#3a8f8f", "#b8405e", "#6b7a1f")
 STRIP_FRAMES = 4
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -61,9 +62,10 @@ def generator_curves_figure(
 
     Args:
         path: Where the picture goes. It appears whole or not at all.
-        raw: Per step, the raw value of every encoder's discrepancy.
+        raw: Per step, the raw value of every encoder's discrepancy in the batch that was trained on.
         floors: By encoder, what real clips score.
-        scores: By step, "sliced_wasserstein" and the shares "read/NAME", which were not trained against.
+        scores: By step, the raw values "mmd/ENCODER" that compare with the floors, and what was not trained against,
+            "sliced_wasserstein" and the shares "read/NAME".
         floor_distance: The sliced Wasserstein distance of real clips from real clips.
 
     Returns:
@@ -75,10 +77,13 @@ def generator_curves_figure(
     matched, distance, read = figure.subplots(
         1, 3, gridspec_kw={"left": 0.055, "right": 0.985, "top": 0.9, "bottom": 0.13, "wspace": 0.2}
     )
-    for colour, (name, floor) in zip(COLOURS, floors.items(), strict=False):
-        matched.plot([values[name] for values in raw], color=colour, linewidth=1.6, label=name)
+    for colour, (name, floor) in zip(itertools.cycle(COLOURS), floors.items(), strict=False):
+        matched.plot([values[name] for values in raw], color=colour, linewidth=1, alpha=0.3)
+        judged = {step: found[f"mmd/{name}"] for step, found in sorted(scores.items())}
+        matched.plot(list(judged), list(judged.values()), "o-", color=colour, linewidth=1.6, label=name)
         matched.axhline(floor, color=colour, linestyle="--", linewidth=1.4)
     matched.plot([], [], "--", color=FAINT, label="real clips")
+    matched.plot([], [], color=FAINT, linewidth=1, alpha=0.5, label="batches in training")
     matched.set_yscale("log")
     _finish(matched, "raw MMD² under each encoder")
 
@@ -95,7 +100,7 @@ def generator_curves_figure(
     _finish(distance, "sliced Wasserstein under a held-out encoder")
 
     names = [name for name in scores[steps[0]] if name.startswith("read/")]
-    for colour, name in zip(COLOURS, names, strict=False):
+    for colour, name in zip(itertools.cycle(COLOURS), names, strict=False):
         read.plot(
             steps,
             [scores[step][name] for step in steps],

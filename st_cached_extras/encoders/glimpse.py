@@ -1,4 +1,4 @@
-"""An encoder that looks where something stands out: the outline of a thing, whatever its place and colour."""
+"""Encoders that look where something stands out: its outline whatever its place and colour, and how it moves."""
 
 from __future__ import annotations
 
@@ -52,6 +52,25 @@ class Glimpse(FrozenEncoder):
         x, y = (2 * place[:, axis] / size - 1 for axis, size in ((0, width), (1, height)))
         grid = torch.stack(torch.broadcast_tensors(x[:, None, :], y[:, :, None]), dim=-1)
         return F.grid_sample(opacity, grid, align_corners=False).flatten(1).unflatten(0, (len(pixels), -1))
+
+
+class Motion(FrozenEncoder):
+    """How what stands out moves, whatever it is and wherever: [B, 1, 2 T].
+
+    Its centre in every picture, as for :class:`Glimpse`, off its mean over the clip, in half sides of the picture.
+
+    Args:
+        mini_batch_size: clips at once.
+    """
+
+    def __init__(self, *, mini_batch_size: int | None = None) -> None:
+        super().__init__(nn.Identity(), mini_batch_size=mini_batch_size)
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        height, width = pixels.shape[3:]
+        _, centre = stands_out(pixels.flatten(0, 1))
+        path = (2 * centre / centre.new_tensor([width, height])).unflatten(0, pixels.shape[:2])  # [B, T, 2]
+        return (path - path.mean(dim=1, keepdim=True)).flatten(1)
 
 
 def stands_out(pictures: Tensor) -> tuple[Tensor, Tensor]:

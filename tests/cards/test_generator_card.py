@@ -35,7 +35,7 @@ def test_a_sheet_whose_clips_are_fewer_than_captions_is_not_half_written(tmp_pat
 def test_curves_are_drawn(tmp_path):
     raw = [{"a": 1 / (step + 1), "b": 2 / (step + 1)} for step in range(20)]
     scores = {
-        step: {"mmd/a": 0.1, "sliced_wasserstein": 1.0 / (step + 1), "read/shape": 0.5, "read/all": 0.4}
+        step: {"mmd/a": 0.1, "mmd/b": 0.1, "sliced_wasserstein": 1.0 / (step + 1), "read/shape": 0.5, "read/all": 0.4}
         for step in (0, 10, 20)
     }
     path = generator_curves_figure(tmp_path / "curves.png", raw, {"a": 0.01, "b": 0.02}, scores, 0.05)

@@ -49,7 +49,7 @@ def test_the_card_has_scores_figures_and_the_command(finished):
     for encoder in ("tower", "convolution", "pixels"):
         assert re.search(rf"\| MMD², {encoder} \| \d\.\d{{3}} \| \d\.\d{{3}} \| \d\.\d{{3}} \|", text)
     assert re.search(r"\| sliced Wasserstein, held-out encoder \| \d\.\d{3} \|", text)
-    assert re.search(r"\| shape and colour read as asked for \| [01]\.\d{3} \|", text)
+    assert re.search(r"\| shape and colour as asked for \| [01]\.\d{3} \|", text)
     assert "--batch_size 16 --differentiated 8" in text
     assert "## Known limits" in text
     assert "pipeline_tag: text-to-video" in text
@@ -139,6 +139,20 @@ def test_two_ranks_under_accelerate_train_one_generator(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("step     4") == 1
     assert (tmp_path / "final" / "README.md").is_file()
+
+
+def test_motion_is_as_asked_in_real_clips_and_not_in_reversed_ones(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    from generator_data import load_clips
+    from generator_evaluation import moves_as_asked
+
+    clips, captions = load_clips("test", 96, seed=0)
+    clips = clips.float() / 255
+    assert moves_as_asked(clips, captions).float().mean() > 0.97
+    assert not moves_as_asked(clips.flip(1), captions).any()
+    slowed = clips[:, [0, 0, 0, 1, 1, 1, 2, 2]]
+    quick = torch.tensor(["quickly" in caption for caption in captions])
+    assert not moves_as_asked(slowed, captions)[quick].any()
 
 
 def test_the_renderer_moves_the_sprite_along_its_path(monkeypatch):
