@@ -24,6 +24,7 @@ RECIPES = {
     "--output_dir output/video-embedder",
     "distilled-embedder": "training_scripts/distil_embedder.py --train_pairs 1500 --eval_pairs 200 "
     "--output_dir output/distilled-embedder",
+    "video-generator": "training_scripts/train_video_generator.py --output_dir output/video-generator",
 }
 """By card, the command line that its recipe is run with, without the interpreter."""
 KEPT = ("README.md", "*.png", "assets/*")

@@ -152,7 +152,8 @@ def report(
             f"mini-batches of {args.mini_batch_size}",
             "Steps": f"{progress.step}, in {progress.seconds:.0f} seconds",
             "Encoders": ", ".join(evaluator.encoders),
-            "Objective": f"`{evaluator.objective}`",
+            "Objective": f"MMD² of clips and captions, gaussian kernels of {args.scales} median distances, "
+            f"{args.landmarks} landmarks, captions weighing {args.condition_weight}",
             "Real clips": f"{args.clips} to train on, {len(held_out)} to compare with",
             "Seed": args.seed,
             "Machine": machine(held_out.device),
@@ -164,7 +165,7 @@ def report(
             "It can draw nothing but one sprite over a plain background: its architecture says so.",
             "The scores are those of one run.",
         ],
-        untested=["Other seeds, other captions, real videos.", "What people see in its clips: no one was asked."],
+        untested=["Other seeds, other words, real videos.", "What people see in its clips: no one was asked."],
     )
     print(f"\n{markdown_table(scores)}\n\ngenerator  {final}\ncard       {final / 'README.md'}")
     print(f"figures    {final / 'clips.png'}, {final / 'curves.png'}")
@@ -181,7 +182,8 @@ def score_rows(
     rows = []
     for name, floor in evaluator.floors.items():
         start, end = first[f"mmd/{name}"], last[f"mmd/{name}"]
-        rows.append([f"MMD², {name}", floor, start, end, f"{(end - floor) / (start - floor):.3f} of the excess"])
+        left = f"{(end - floor) / (start - floor):.3f} of the excess"
+        rows.append([f"MMD² x 1000, {name}", 1000 * floor, 1000 * start, 1000 * end, left])
     start, end = first["sliced_wasserstein"], last["sliced_wasserstein"]
     rows.append(
         ["sliced Wasserstein, held-out encoder", evaluator.floor_distance, start, end, f"{end / start:.3f} of it"]

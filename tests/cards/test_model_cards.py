@@ -15,6 +15,7 @@ from st_cached_extras.evaluation import rank_statistics
 CARDS = Path(__file__).parents[2] / "model_cards"
 MAKE = runpy.run_path(str(CARDS / "make.py"))
 NAMES = sorted(folder.name for folder in CARDS.iterdir() if (folder / "README.md").is_file())
+RETRIEVERS = [name for name in NAMES if name.endswith("-embedder")]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -30,13 +31,13 @@ def test_a_card_states_the_command_that_makes_it_and_shows_its_figures(name):
             assert picture.width >= 600
     for heading in ("Results", "Usage", "Known limits", "Not tested", "Licence", "How it was trained"):
         assert f"\n## {heading}\n" in text
-    assert re.search(r"\*\*Training:\*\* [\d,]+ \w+, fingerprint of 256 of them `\w{16}`", text)
     assert not re.search(r"/home/|/root/|/tmp/", text)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", RETRIEVERS)
 def test_the_model_index_has_every_metric_of_every_split(name):
     text = (CARDS / name / "README.md").read_text()
+    assert re.search(r"\*\*Training:\*\* [\d,]+ \w+, fingerprint of 256 of them `\w{16}`", text)
     results = yaml.safe_load(text.split("---")[1])["model-index"][0]["results"]
     splits = {
         line.split("|")[1].strip() for line in text.splitlines() if re.match(r"\| [\w ]+ \| \w+ to \w+ \|", line)

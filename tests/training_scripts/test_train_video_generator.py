@@ -46,8 +46,8 @@ def finished(tmp_path_factory):
 def test_the_card_has_scores_figures_and_the_command(finished):
     final = finished / "final"
     text = (final / "README.md").read_text()
-    for encoder in ("tower", "convolution", "pixels"):
-        assert re.search(rf"\| MMD², {encoder} \| \d\.\d{{3}} \| \d\.\d{{3}} \| \d\.\d{{3}} \|", text)
+    for encoder in ("tower", "convolution", "glimpse", "motion", "colours", "pixels"):
+        assert re.search(rf"\| MMD² x 1000, {encoder} (\| \d+\.\d{{3}} ){{3}}\|", text)
     assert re.search(r"\| sliced Wasserstein, held-out encoder \| \d\.\d{3} \|", text)
     assert re.search(r"\| shape and colour as asked for \| [01]\.\d{3} \|", text)
     assert "--batch_size 16 --differentiated 8" in text
@@ -122,7 +122,7 @@ def test_encoders_by_path_take_the_place_of_the_default_ones(tmp_path, monkeypat
     run_here(monkeypatch, "train_video_generator.py", *arguments)
     text = (tmp_path / "out" / "final" / "README.md").read_text()
     for encoder in encoders:
-        assert re.search(rf"\| MMD², {re.escape(encoder)} \| \d\.\d{{3}}", text)
+        assert re.search(rf"\| MMD² x 1000, {re.escape(encoder)} \| \d+\.\d{{3}}", text)
     assert not (tmp_path / "out" / "tower").exists()
 
 
