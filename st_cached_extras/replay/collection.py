@@ -198,9 +198,13 @@ class Collection:
             if buffer is not None and argument == "features" and x.dtype != buffer.dtype:
                 raise TypeError(f"{argument}: branch {name!r} is {x.dtype}, and was {buffer.dtype} before.")
             self._check_shape(argument, name, x)
-            if not x.isfinite().all():
+        # All branches together: every look at a device waits for it.
+        if not torch.stack([x.detach().isfinite().all() for x in features.values()]).all():
+            for name, x in features.items():
                 bad = (~x.detach().isfinite()).flatten(1).any(dim=1).nonzero().flatten().tolist()
-                raise ValueError(f"{argument}: branch {name!r} is not finite in row(s) {', '.join(map(str, bad))}.")
+                if bad:
+                    rows = ", ".join(map(str, bad))
+                    raise ValueError(f"{argument}: branch {name!r} is not finite in row(s) {rows}.")
         return len(features[first])
 
     def _check_shape(self, argument: str, name: str, x: Tensor) -> None:

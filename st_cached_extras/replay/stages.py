@@ -66,7 +66,8 @@ class Staged:
     Args:
         *stages: from first to last, :class:`Stage` or ``(name, run)``.
         tolerance: how far a stage's second output may be from its first, ``|second − first| / |first|`` over a
-            mini-batch. ``math.inf`` compares nothing, and saves a synchronisation with the device per mini-batch.
+            mini-batch. ``math.inf`` compares nothing, and saves a synchronisation with the device per mini-batch of
+            every stage and branch.
 
     Raises:
         TypeError, ValueError: no stage, two of one name, something that cannot be called, a number out of range, or

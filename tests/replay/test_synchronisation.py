@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from st_cached_extras import CachedInfoNCELoss, CachedLoss, CachedSigmoidLoss, CachedSupConLoss
+from st_cached_extras.objectives.mmd import MultiEncoderMMD, NystromReference
+from st_cached_extras.replay import FeatureGradientReplay
 from st_cached_extras.testing.tiny_models import copy_columns, text_columns, tiny_text_model
 
 aten = torch.ops.aten
@@ -156,3 +158,20 @@ def test_a_learned_scale_is_read_once():
 def test_more_mini_batches_wait_no_more_often(make_loss, labels):
     few, many = (waits_of_a_step(lambda model, size=size: make_loss(model, size), labels) for size in (16, 2))
     assert few == many and sum(few.values()) <= 6, (few, many)
+
+
+@pytest.mark.parametrize("mini_batch", [2, 4, 16])
+def test_the_protocol_waits_once_a_mini_batch_that_is_added_and_not_in_the_objective(mini_batch):
+    references = {name: NystromReference.fit(torch.randn(32, 4), landmarks=8, name=name) for name in ("a", "b")}
+    objective = MultiEncoderMMD(references)
+    replay = FeatureGradientReplay(objective, target_local_samples=16, differentiated_local_samples=16)
+    features = {name: torch.randn(16, 4) for name in references}
+    waits = Waits(features)
+    waits.put_on_device(list(objective.buffers()))
+    with waits:
+        for part in torch.arange(16).split(mini_batch):
+            replay.add({name: x[part[0] : part[-1] + 1] for name, x in features.items()})
+        added = sum(waits.counts.values())
+        replay.finalize()
+    assert added == 16 // mini_batch
+    assert sum(waits.counts.values()) - added <= 2, waits.counts  # the loss, for the record of the step
