@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass
@@ -28,6 +28,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from st_cached_extras.cards.figures import save_png
 from st_cached_extras.zbp.apply import zbp_blocks
 from st_cached_extras.zbp.estimators import LayerCall, exact
+from st_cached_extras.zbp.state import ZBPLayer
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,10 @@ class GradientQuality:
     queries: int
 
 
-def compare_with_exact(model: nn.Module, backward: Callable[[], None]) -> dict[str, GradientQuality]:
-    """Run one batch with the layers' own rules and with exact backwards, and compare; leaves no trace in the model.
+def compare_with_exact(
+    model: nn.Module, backward: Callable[[], None], losses: Sequence[nn.Module] = ()
+) -> dict[str, GradientQuality]:
+    """Run one batch with the layers' own rules and with exact backwards, and compare; leaves no trace behind.
 
     With several wrapped layers, the weights below one feel the estimates of all layers above them, as in training; the
     activations' errors are of each layer alone.
@@ -63,6 +66,8 @@ def compare_with_exact(model: nn.Module, backward: Callable[[], None]) -> dict[s
         model: a module with layers whose backward is estimated, each differentiable or with a stand-in.
         backward: computes a loss of the model on one batch and backpropagates it; called twice, under the same random
             state.
+        losses: modules beside the model that ``backward`` calls. Theirs is put back, too: a loss that differentiates
+            a share of the rows draws the same ones in both runs, and in the run that is interrupted.
 
     Returns:
         By layer.
@@ -72,14 +77,15 @@ def compare_with_exact(model: nn.Module, backward: Callable[[], None]) -> dict[s
     """
     blocks = {name: block for name, block in zbp_blocks(model).items() if block.zbp.mode != "bp"}
     comparisons = {name: _Comparison() for name in blocks}
-    with _no_trace(model, blocks):
-        parameters = list(model.parameters())
-        random_state = RandContext(*parameters[:1])
-        queries = {name: block.zbp.count.queries for name, block in blocks.items()}
+    modules = list(dict.fromkeys(module for root in (model, *losses) for module in root.modules()))
+    random_state = RandContext(*list(model.parameters())[:1])
+    with _no_trace(modules):
+        before = {name: block.zbp.count.queries for name, block in blocks.items()}
         for name, block in blocks.items():
             block.zbp.observer = comparisons[name]
         estimated = _gradients(model, backward, random_state)
-        queries = {name: block.zbp.count.queries - queries[name] for name, block in blocks.items()}
+        queries = {name: block.zbp.count.queries - before[name] for name, block in blocks.items()}
+    with _no_trace(modules):
         for block in blocks.values():
             block.zbp.observer = None
             block.zbp.mode = "exact"
@@ -141,12 +147,18 @@ class ZBPRecorder(TrainerCallback):
         if (state.global_step - 1) % self.every:
             return
         begin = time.perf_counter()
-        layers = compare_with_exact(self._trainer.model, self._backward)
+        loss, components = self._trainer.loss, deepcopy(self._trainer.accum_loss_components)
+        losses = list(loss.values()) if isinstance(loss, dict) else [loss]
+        losses = [each for each in losses if isinstance(each, nn.Module)]
+        layers = compare_with_exact(self._trainer.model, self._backward, losses)
+        self._trainer.accum_loss_components = components  # else the Trainer would log those of the comparison
         seconds = time.perf_counter() - begin
         entry = {name: asdict(quality) for name, quality in layers.items()}
         self.history.append({"step": state.global_step, "seconds": seconds, "layers": entry})
         logs = {f"zbp/{name}/{key}": value for name, of_layer in entry.items() for key, value in of_layer.items()}
+        wanted = control.should_log
         self._trainer.log({**logs, "zbp/recorder_seconds": seconds})
+        control.should_log = wanted  # the Trainer takes any log for its own, which is still to come
 
     def save(self, path: str | os.PathLike) -> Path:
         """Write the history as JSON; the file appears whole or not at all."""
@@ -220,30 +232,38 @@ class _Comparison:
 def _gradients(
     model: nn.Module, backward: Callable[[], None], random_state: RandContext
 ) -> dict[nn.Parameter, Tensor]:
-    for parameter in model.parameters():
-        parameter.grad = None
     with random_state, torch.enable_grad():
         backward()
     return {p: p.grad.detach().float().cpu() for p in model.parameters() if p.grad is not None}
 
 
 @contextmanager
-def _no_trace(model: nn.Module, blocks: dict[str, nn.Module]) -> Iterator[None]:
-    """Put gradients and the layers' states back."""
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    states = {
-        block: {key: dict(value) if isinstance(value, dict) else value for key, value in vars(block.zbp).items()}
-        for block in blocks.values()
-    }
-    counts = {block: deepcopy(block.zbp.count) for block in blocks.values()}
+def _no_trace(modules: list[nn.Module]) -> Iterator[None]:
+    """Put back gradients, buffers, and the state that layers and losses keep from call to call."""
+    gradients = [(p, p.grad) for module in modules for p in module.parameters(recurse=False)]
+    buffers = [(x, x.clone()) for module in modules for x in module.buffers(recurse=False)]
+    layers = [module for module in modules if isinstance(module, ZBPLayer)]
+    layer_states = [
+        {key: dict(value) if isinstance(value, dict) else value for key, value in vars(layer.zbp).items()}
+        | {"count": deepcopy(layer.zbp.count)}
+        for layer in layers
+    ]
+    stateful = [module for module in modules if hasattr(module, "replay_state") and module not in layers]
+    states = [{key: value.clone() for key, value in module.replay_state().items()} for module in stateful]
+    for parameter, _ in gradients:
+        parameter.grad = None  # else a backward would add to the very tensors that are kept
     try:
         yield
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        for block, state in states.items():
-            vars(block.zbp).update(state)
-            block.zbp.count = counts[block]
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        for layer, state in zip(layers, layer_states, strict=True):
+            vars(layer.zbp).update(state)
+        for module, state in zip(stateful, states, strict=True):
+            module.load_replay_state(state)
 
 
 def _parameters_before(model: nn.Module, block: nn.Module) -> list[nn.Parameter]:

@@ -88,9 +88,9 @@ def test_a_layer_without_an_exact_backward_cannot_be_compared():
     assert block.zbp.observer is None
 
 
-def run(tmp_path, record, loss_class=CachedInfoNCELoss):
+def run(tmp_path, record, mode="cd", loss_class=CachedInfoNCELoss, **loss_arguments):
     model = tiny_text_model(dropout=0.1)
-    apply_zbp(model, [-1], CONFIG)
+    apply_zbp(model, [-1], CONFIG.replace(mode=mode))
     dataset = Dataset.from_dict({"anchor": random_sentences(64, 1), "positive": random_sentences(64, 2)})
     arguments = SentenceTransformerTrainingArguments(
         output_dir=str(tmp_path),
@@ -105,7 +105,7 @@ def run(tmp_path, record, loss_class=CachedInfoNCELoss):
         dataloader_pin_memory=False,
     )
     trainer = SentenceTransformerTrainer(
-        model=model, args=arguments, train_dataset=dataset, loss=loss_class(model, mini_batch_size=4)
+        model=model, args=arguments, train_dataset=dataset, loss=loss_class(model, mini_batch_size=4, **loss_arguments)
     )
     recorder = ZBPRecorder(trainer, every=2, rows=16) if record else None
     trainer.train()
@@ -129,6 +129,53 @@ def test_a_recorded_run_trains_as_an_unrecorded_one_and_logs_every_so_often(tmp_
     with Image.open(recorder.figure(tmp_path / "figures" / "zbp.png")) as picture:
         assert picture.width >= 900
     assert not list(tmp_path.rglob("*.unfinished"))
+
+
+class Learned(CachedInfoNCELoss):
+    """With a parameter, a buffer and components of its own."""
+
+    def __init__(self, model, **kwargs):
+        super().__init__(model, **kwargs)
+        self.offset = nn.Parameter(torch.ones(()))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, sentence_features, labels=None):
+        self.seen += 1
+        offset = self.offset.square() + 0.1 * self.offset * self.seen
+        return {"contrast": super().forward(sentence_features, labels), "offset": offset}
+
+
+@pytest.mark.parametrize("mode", ["cd", "exact"])
+def test_with_a_share_of_rows_both_runs_see_the_same_ones_and_the_training_sees_its_own(tmp_path, mode):
+    arguments = {"mode": mode, "loss_class": Learned, "differentiated_samples": 3}
+    plain, plain_trainer, _ = run(tmp_path / "plain", False, **arguments)
+    model, trainer, recorder = run(tmp_path / "recorded", True, **arguments)
+    assert relative_error(dict(model.named_parameters()), dict(plain.named_parameters())) == 0.0
+    assert torch.equal(trainer.loss.offset, plain_trainer.loss.offset) and trainer.loss.offset != 1
+    assert torch.equal(trainer.loss.seen, plain_trainer.loss.seen)
+    assert trainer.loss.selection_step == plain_trainer.loss.selection_step == 5
+    losses = [[entry for entry in each.state.log_history if "contrast" in entry] for each in (trainer, plain_trainer)]
+    assert len(losses[0]) == 5
+    assert [(e["contrast"], e["offset"]) for e in losses[0]] == [(e["contrast"], e["offset"]) for e in losses[1]]
+    for entry in recorder.history:
+        [layer] = entry["layers"].values()
+        if mode == "exact":
+            assert layer["weight_cosine"] == pytest.approx(1.0, abs=1e-6)
+            assert layer["weight_relative_error"] <= 1e-5
+        else:
+            assert layer["weight_cosine"] < 0.999
+
+
+def test_gradients_that_are_being_accumulated_and_buffers_are_put_back():
+    model, x = small_model(CONFIG), torch.randn(7, 4)
+    model.insert(1, nn.BatchNorm1d(6))
+    model(x).sum().backward()
+    gradients = [parameter.grad.clone() if parameter.grad is not None else None for parameter in model.parameters()]
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    compare_with_exact(model, lambda: model(x + 1).square().sum().backward())
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), buffers, strict=True))
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        assert parameter.grad is None if gradient is None else torch.equal(parameter.grad, gradient)
 
 
 def test_wrong_arguments_are_refused(tmp_path):
