@@ -43,6 +43,14 @@ from st_cached_extras.encoders.glimpse import stands_out
 from st_cached_extras.encoders.preprocessing import TOLERANCE
 from st_cached_extras.replay import Stage, Staged
 from st_cached_extras.testing.tiny_models import FRAMES, PIXELS, tiny_text_model, tiny_video_model
+from st_cached_extras.testing.tiny_vlms import (
+    tiny_clip,
+    tiny_idefics3,
+    tiny_llava_onevision,
+    tiny_qwen2_vl,
+    tiny_smolvlm,
+    tiny_vjepa2,
+)
 
 SIZE = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 VISION = {**SIZE, "image_size": 28, "patch_size": 14}
@@ -415,6 +423,27 @@ def test_features_of_another_shape_are_refused():
 def test_a_text_model_is_refused():
     with pytest.raises(ValueError, match="neither videos nor images"):
         SentenceTransformerEncoder(tiny_text_model())
+
+
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        (tiny_qwen2_vl, r"'video' .* makes input_ids .*, pixel_values_videos \[8, 1176\]"),
+        (tiny_llava_onevision, r"'video' .* makes input_ids .*, pixel_values_videos \[1, 2, 3, 56, 56\]"),
+        (tiny_idefics3, r"'image' .* makes input_ids .*, pixel_values \[2, 1, 3, 56, 56\]"),
+        (tiny_smolvlm, r"'video' .* its processor raises ValueError: Asked to sample frames per second"),
+    ],
+)
+def test_a_model_that_takes_more_than_pixels_is_refused_at_once(make, found):
+    with pytest.raises(ValueError, match=rf"does not take .*{found}.*Gradients cannot be brought to the pixels"):
+        SentenceTransformerEncoder(make())
+
+
+@pytest.mark.parametrize("make", [tiny_clip, tiny_vjepa2])
+def test_a_model_with_a_text_tower_or_of_any_length_is_no_such_model(make):
+    features = SentenceTransformerEncoder(make())(as_floats(clips_of()))
+    assert features.shape[0] == 3
+    assert features.isfinite().all()
 
 
 def test_an_unknown_output_is_refused(saved):

@@ -29,7 +29,8 @@ class SentenceTransformerEncoder(FrozenEncoder):
         **kwargs: ``dtype`` and ``mini_batch_size``, as for :class:`FrozenEncoder`.
 
     Raises:
-        ValueError: it takes neither clips nor images, or takes them in patches as models with a chat template do.
+        ValueError: it takes neither clips nor images, or takes them otherwise than as one tensor of pixels: in patches
+            or beside text, as models with a chat template do, which is seen on a test clip.
     """
 
     def __init__(
@@ -58,18 +59,19 @@ class SentenceTransformerEncoder(FrozenEncoder):
         num_frames = num_frames or (getattr(transformer.config, "num_frames", None) if modality == "video" else None)
         clip = probe_clip(num_frames or 2)
         inputs = [clip] if modality == "video" else [Image.fromarray(frame) for frame in clip]
-        features = sentence_transformer.preprocess(inputs, task=task)
-        pixel_name = next((name for name in features if str(name).startswith("pixel_values")), None)
         expected = 5 if modality == "video" else 4
-        if pixel_name is None or features[pixel_name].ndim != expected:
-            found = "none" if pixel_name is None else f"{pixel_name} {list(features[pixel_name].shape)}"
-            raise ValueError(
-                f"The model takes a {modality} in a form of its own ({found}; expected {expected} axes): gradients "
-                "cannot be brought to the pixels."
-            )
+        try:
+            features = sentence_transformer.preprocess(inputs, task=task)
+        except Exception as error:  # whatever it is that a processor wants beside pixels
+            raise _refusal(modality, expected, f"its processor raises {type(error).__name__}: {error}") from error
+        tensors = {name: x for name, x in features.items() if isinstance(x, Tensor)}
+        pixel_name = next((name for name in tensors if str(name).startswith("pixel_values")), None)
+        if pixel_name is None or len(tensors) > 1 or tensors[pixel_name].ndim != expected:
+            found = ", ".join(f"{name} {list(x.shape)}" for name, x in tensors.items())
+            raise _refusal(modality, expected, f"its processor makes {found or 'no tensor'} of the test clip")
         if preprocessing is None:
             preprocessing = PixelPreprocessing.from_processor(transformer.processor)
-            theirs = features[pixel_name]
+            theirs = tensors[pixel_name]
             preprocessing.check_against((theirs[0] if modality == "video" else theirs).cpu(), clip)
         super().__init__(sentence_transformer, preprocessing, num_frames=num_frames, **kwargs)
         self.modality = modality
@@ -84,3 +86,10 @@ class SentenceTransformerEncoder(FrozenEncoder):
             return features
         features = features.unflatten(0, pixels.shape[:2])  # [B, T, D] or [B, T, N, D]
         return features.flatten(1, -2) if features.ndim == 4 else features
+
+
+def _refusal(modality: str, axes: int, found: str) -> ValueError:
+    return ValueError(
+        f"The model does not take the modality {modality!r} as one tensor of pixels with {axes} axes and nothing "
+        f"beside it: {found}. Gradients cannot be brought to the pixels; take a model without a chat template."
+    )
