@@ -43,8 +43,9 @@ class ZBPConfig:
         mode: what replaces the layer's input gradient g = J^T v, where v = d loss / d output.
 
             - ``"auto"``: ``"exact"`` if the layer has a differentiable stand-in that is right about it, ``"skip"`` if
-              the layer is residual (same shape, and its Jacobian points along the identity), else ``"cd"``; asked of
-              the layer by a few queries, once, and logged;
+              the layer is residual (same shape, and its Jacobian points along the identity), ``"broadcast"`` if it is
+              near a mean ([B, T, C] to [B, C], and its Jacobian points along that of the mean), else ``"cd"``; asked
+              of the layer by a few queries, once, and logged;
             - ``"cd"``, ``"fd"``: central (2 n queries) or forward differences (n + 1) along n random probes;
             - ``"jvp"``: forward-mode derivatives along them (n), for layers that have those;
             - ``"oracle"``: exact derivatives along them, which leaves the error of having few probes alone;

@@ -314,6 +314,15 @@ def exact(call: LayerCall) -> Tensor:
     return gradient
 
 
+def without_queries(inputs: torch.Size, outputs: torch.Size) -> str | None:
+    """The mode that asks nothing of a layer from these shapes to those, if there is one."""
+    if inputs == outputs:
+        return "skip"
+    if len(inputs) == 3 and outputs == (inputs[0], inputs[2]):
+        return "broadcast"
+    return None
+
+
 def skip(call: LayerCall) -> Tensor:
     """The rule of mode skip: straight-through, g = v (Bengio et al. 2013, arXiv 1308.3432)."""
     if call.v.shape != call.x.shape:
@@ -328,7 +337,7 @@ def skip(call: LayerCall) -> Tensor:
 def broadcast(call: LayerCall) -> Tensor:
     """The rule of mode broadcast: v / T at each of the T positions, as if the stage were their mean."""
     x, v = call.x, call.v
-    if x.ndim != 3 or v.shape != (len(x), x.shape[-1]):
+    if without_queries(x.shape, v.shape) != "broadcast":
         raise ValueError(
             f"mode='broadcast' is for stages from [B, T, C] to [B, C], got {tuple(x.shape)} to {tuple(v.shape)}. Use "
             "mode='cd'."

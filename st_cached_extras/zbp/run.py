@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,12 +26,12 @@ from st_cached_extras.distributed.world import World
 from st_cached_extras.replay.passes import AutocastState
 from st_cached_extras.zbp.arguments import LayerArguments, forward_signature
 from st_cached_extras.zbp.detection import (
-    RESIDUAL_ALIGNMENT,
+    LEAST_ALIGNMENT,
     has_backward,
-    identity_alignment,
+    jacobian_alignment,
     parameters_have_backward,
 )
-from st_cached_extras.zbp.estimators import LayerCall, exact
+from st_cached_extras.zbp.estimators import LayerCall, exact, without_queries
 from st_cached_extras.zbp.modes import RULES, inside_of
 from st_cached_extras.zbp.parameters import estimate_parameter_gradients, gradients_by_autograd
 from st_cached_extras.zbp.research.channels import arriving
@@ -171,7 +172,7 @@ class LayerRun:
             )
 
     def _decide_mode(self, call: LayerCall) -> str:
-        """The highest step of the ladder that fits: a stand-in that is right, the residual path, differences."""
+        """The highest step of the ladder that fits: a right stand-in, the residual path, a mean, differences."""
         state = self.state
         if self._local is not None:
             with torch.no_grad():
@@ -183,10 +184,26 @@ class LayerRun:
             logger.info(f"ZBP layer {state.name!r}: mode='skip', as the residual path beside it is exact.")
             return "skip"
         with torch.no_grad():
-            alignment = identity_alignment(self.query, call.x, call.generator("alignment"), state.count)
-        mode = "skip" if alignment >= RESIDUAL_ALIGNMENT else "cd"
+            shape = self.query(call.x).shape
+            state.count.calibration_queries += 1
+            guess = without_queries(call.x.shape, shape)
+            if guess is None:
+                logger.info(
+                    f"ZBP layer {state.name!r}: mode='cd', as it maps {tuple(call.x.shape)} to {tuple(shape)}."
+                )
+                return "cd"
+            alignment = jacobian_alignment(
+                self.query,
+                lambda v: RULES[guess](replace(call, v=v)),
+                call.x,
+                call.generator("alignment"),
+                state.count,
+                call.valid if call.config.mask_padding else None,
+            )
+        mode = guess if alignment >= LEAST_ALIGNMENT else "cd"
+        of = {"skip": "the identity", "broadcast": "a mean over positions"}[guess]
         logger.info(
-            f"ZBP layer {state.name!r}: mode={mode!r}, the cosine of its Jacobian and the identity is {alignment:.2f}."
+            f"ZBP layer {state.name!r}: mode={mode!r}, the cosine of its Jacobian and {of} is {alignment:.2f}."
         )
         return mode
 

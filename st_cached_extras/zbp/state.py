@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _MEMORY = "memory."
 # What "auto" came to, as it is written to checkpoints.
 _UNDECIDED = -1
-_MODES = ("cd", "skip", "exact")
+_MODES = ("cd", "skip", "exact", "broadcast")
 _PARAMETER_MODES = ("none", "local")
 
 

@@ -190,6 +190,62 @@ def test_forward_differences_of_parameters_are_right_on_average():
     assert block.zbp.count.parameter_queries == 8 and block.zbp.count.queries == 0
 
 
+# ----------------------------------------------------------------------------------------------------- pooling stages
+
+
+class Pool(nn.Module):
+    """A pool over the positions that are not padding, then a linear layer: [B, T, C] to [B, C]."""
+
+    def __init__(self, kind="mean", noise=0.3, width=16):
+        super().__init__()
+        self.kind = kind
+        self.weight = nn.Parameter(torch.eye(width) + noise * torch.randn(width, width) / width**0.5)
+
+    def forward(self, x, attention_mask=None):
+        mask = torch.ones(x.shape[:2]) if attention_mask is None else attention_mask
+        if self.kind == "difference":  # of the first half and the second: no mean of anything
+            half = x.shape[1] // 2
+            return (x[:, :half].mean(1) - x[:, half:].mean(1)) @ self.weight
+        return (x * mask[..., None]).sum(1) / mask.sum(1, keepdim=True) @ self.weight
+
+
+MASK = torch.tensor([[1.0] * 6, [1.0] * 4 + [0.0] * 2])
+
+
+@pytest.mark.parametrize("mask", [None, MASK])
+def test_auto_broadcasts_over_a_pool_that_is_near_a_mean_and_points_the_right_way(mask, caplog):
+    layer, x, v = seeded(Pool), torch.randn(2, 6, 16, requires_grad=True), torch.randn(2, 16)
+    block = ZBPBlock(layer, ZBPConfig(param_mode="none"), name="pool")
+    with caplog.at_level(logging.INFO, "st_cached_extras"):
+        (block(x, attention_mask=mask) * v).sum().backward()
+    assert block.zbp.mode == "broadcast" and block.zbp.count.queries == 0
+    assert "mode='broadcast', the cosine of its Jacobian and a mean over positions is" in caplog.text
+    share = torch.ones(2, 6) if mask is None else mask
+    assert torch.allclose(x.grad, v[:, None] * (share / share.sum(1, keepdim=True))[..., None])
+    truth = torch.autograd.grad((layer(x, attention_mask=mask) * v).sum(), x)[0]
+    assert torch.cosine_similarity(x.grad.flatten(), truth.flatten(), dim=0) > 0.9
+    again = ZBPBlock(layer, ZBPConfig(param_mode="none"), name="pool")
+    again.load_replay_state(block.replay_state())
+    assert again.zbp.mode == "broadcast"
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (lambda: Pool("difference"), (2, 6, 16)),
+        (lambda: Pool(noise=30.0), (2, 6, 16)),  # the mean, turned into another space
+        (lambda: lambda x: -x.mean(1), (2, 6, 16)),
+        (lambda: lambda x: x.mean(1)[:, :8], (2, 6, 16)),  # another width: no broadcast is defined
+        (lambda: lambda x: x.mean(1), (6, 16)),  # nor from [B, C]
+    ],
+)
+def test_auto_estimates_pools_that_are_no_mean(layer, shape):
+    torch.manual_seed(0)
+    block = ZBPBlock(layer(), ZBPConfig(param_mode="none", n_probes=2, eps=0.1))
+    block(torch.randn(shape, requires_grad=True)).sum().backward()
+    assert block.zbp.mode == "cd" and block.zbp.count.queries == 4
+
+
 # -------------------------------------------------------------------------------------------------- the skip path
 
 
