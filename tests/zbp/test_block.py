@@ -483,6 +483,16 @@ def test_a_differentiable_layer_is_warned_about_once():
     assert len(messages) == 1 and "gradient checkpointing is exact" in messages[0]
 
 
+@pytest.mark.parametrize(
+    "changes", [{"mode": "exact"}, *({"param_mode": name} for name in ("none", "zo", "straight_through"))]
+)
+def test_no_layer_is_warned_about_that_is_checkpointed_already_or_asked_for_no_autograd(changes):
+    local = nn.Linear(6, 6) if "straight_through" in changes.values() else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ZBPBlock(seeded(Dropped), EXACT_BASIS.replace(**changes), local=local)(inputs()).sum().backward()
+
+
 def test_compiled_code_breaks_its_graph_there_and_gives_the_same():
     block = ZBPBlock(seeded(Dropped).eval(), EXACT_BASIS)
     eager, x = copy.deepcopy(block), inputs()
