@@ -41,6 +41,7 @@ class GradientQuality:
         activation_cosine: cosine of the gradients of the layer's input, mean over samples.
         batch_mean_cosine: cosine of their means over samples.
         relative_error: |estimated - exact| / |exact| of the input's gradient, over the batch.
+        exact_norm: |exact| of the same.
         norm_ratio: |estimated| / |exact| of the same.
         queries: forward queries of the layer for this batch.
     """
@@ -50,6 +51,7 @@ class GradientQuality:
     activation_cosine: float
     batch_mean_cosine: float
     relative_error: float
+    exact_norm: float
     norm_ratio: float
     queries: int
 
@@ -224,6 +226,7 @@ class _Comparison:
             activation_cosine=float(torch.cat(self.cosines).mean()) if self.cosines else none,
             batch_mean_cosine=float(torch.stack(cosines).mean()) if cosines else none,
             relative_error=error / norm if norm else none,
+            exact_norm=norm if self.cosines else none,
             norm_ratio=own / norm if norm else none,
             queries=queries,
         )

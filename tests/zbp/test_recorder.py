@@ -54,6 +54,7 @@ def test_the_figures_are_those_of_their_definitions():
     batch_mean = cosine_similarity(g.mean(0), true_g.mean(0), dim=0)
     assert found.batch_mean_cosine == pytest.approx(float(batch_mean), abs=1e-4)
     assert found.relative_error == pytest.approx(float((g - true_g).norm() / true_g.norm()), rel=1e-4)
+    assert found.exact_norm == pytest.approx(float(true_g.norm()), rel=1e-5)
     assert found.norm_ratio == pytest.approx(float(g.norm() / true_g.norm()), rel=1e-4)
     assert found.queries == 6
     assert 0.2 < found.weight_cosine < 0.999
@@ -121,8 +122,10 @@ def test_a_recorded_run_trains_as_an_unrecorded_one_and_logs_every_so_often(tmp_
     for entry in recorder.history:
         assert entry["layers"][layer]["queries"] == 2 * 4 * 6  # two columns of four mini-batches
         assert -1 <= entry["layers"][layer]["weight_cosine"] <= 1 and entry["seconds"] > 0
+        assert entry["layers"][layer]["exact_norm"] > 0
     logged = [entry for entry in trainer.state.log_history if f"zbp/{layer}/weight_cosine" in entry]
     assert [entry["step"] for entry in logged] == [1, 3, 5] and all("zbp/recorder_seconds" in e for e in logged)
+    assert all(f"zbp/{layer}/exact_norm" in entry for entry in logged)
 
     path = recorder.save(tmp_path / "history.json")
     assert json.loads(path.read_text()) == recorder.history
