@@ -11,6 +11,7 @@ import pytest
 from datasets import Dataset
 from PIL import Image
 from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
 
 from st_cached_extras.testing.tiny_models import random_sentences, tiny_text_model
 
@@ -92,7 +93,7 @@ def test_every_arm_is_trained_reported_and_drawn(scenario, expected, material, t
     printed = capsys.readouterr().out
     assert str(out / "final") in printed and "| ZBP, 3 probes |" in printed
     loaded = SentenceTransformer(str(out / "final"), device="cpu", trust_remote_code=scenario == "optical")
-    assert loaded.encode(["w1 w2"]).shape == (1, 512 if scenario == "optical" else 16)
+    assert loaded.encode(["w1 w2"]).shape == (1, 128 if scenario == "optical" else 16)
 
 
 @pytest.mark.parametrize(("scenario", "mode"), [("optical", "dfa"), ("optical", "opzo"), ("int8", "score_k")])
@@ -106,6 +107,30 @@ def test_every_mode_is_an_arm_by_its_name_or_its_configuration(scenario, mode, m
     # Two steps of two columns of two mini-batches; the int8 scenario has two layers.
     assert rows[1]["Queries"] == 2 * 2 * 2 * 4 * (2 if scenario == "int8" else 1)
     assert (rows[0]["Queries"] > 0) == (mode != "dfa")
+
+
+@pytest.mark.parametrize(
+    ("scenario", "arms", "kept"),
+    [
+        ("optical", ("head ignored", "exact"), "head ignored"),
+        ("optical", ("exact",), "exact"),
+        ("int8", ("autograd as it is", "exact"), "exact"),
+    ],
+)
+def test_the_exact_arm_is_kept_where_it_is_no_privilege(scenario, arms, kept, material, tmp_path, monkeypatch):
+    evaluate, scores = InformationRetrievalEvaluator.__call__, iter([0.1, 0.2])
+
+    def better_every_time(evaluator, *args, **kwargs):
+        return evaluate(evaluator, *args, **kwargs) | {"held_out_cosine_accuracy@1": next(scores)}
+
+    monkeypatch.setattr(InformationRetrievalEvaluator, "__call__", better_every_time)
+    out = ("--scenario", scenario, "--output_dir", str(tmp_path))
+    run(monkeypatch, *material, *out, "--arms", *arms)
+    rows = json.loads((tmp_path / "report.json").read_text())
+    assert [(row["Arm"], row["R@1"]) for row in rows] == list(zip(arms, (0.1, 0.2), strict=False))
+    assert f"**Arm:** {kept}\n" in (tmp_path / "final" / "README.md").read_text()
+    loaded = SentenceTransformer(str(tmp_path / "final"), device="cpu", trust_remote_code=scenario == "optical")
+    assert loaded.encode(["w1 w2"]).shape == (1, 128 if scenario == "optical" else 16)
 
 
 def test_a_mode_that_needs_labels_says_so(material, tmp_path, monkeypatch):
