@@ -323,6 +323,31 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path):
     assert zbp_blocks(plain) == {}
 
 
+def test_mini_steps_that_accumulate_add_up_to_the_sum_of_their_gradients():
+    model = tiny_text_model(dropout=0.1)
+    [layer] = apply_zbp(model, [-1], CONFIG).values()
+    batches = [[model.preprocess(random_sentences(3, seed))] for seed in range(3)]
+
+    def backward(k):
+        e = embed(model, batches[k], seed=k)
+        (e * torch.arange(e.numel()).view_as(e).sin()).sum().backward()
+
+    def alone(k, call):
+        model.zero_grad()
+        layer.zbp.calls = call
+        backward(k)
+        return gradients(model)
+
+    for k in range(3):
+        backward(k)
+    accumulated = gradients(model)
+    assert layer.zbp.calls == 3
+    for calls, same in (((0, 1, 2), True), ((0, 0, 0), False)):
+        each = [alone(k, call) for k, call in enumerate(calls)]
+        error = relative_error(accumulated, {name: sum(g[name] for g in each) for name in accumulated})
+        assert error <= 1e-6 if same else error > 0.05, "every mini-step draws its own probes"
+
+
 def test_several_differentiable_layers_warn_once_a_model():
     model = tiny_text_model()
     apply_zbp(model, [0, 1], CONFIG)
