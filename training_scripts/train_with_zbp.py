@@ -111,7 +111,7 @@ def main() -> None:
         if arm.trains:
             fit(model, arm, train, args, script, folder)
         scores, layers = evaluator(model), layers_without_backward(model)
-        recall, mrr = scores["held_out_cosine_accuracy@1"], scores["held_out_cosine_mrr@10"]
+        recall, mrr = (scores[f"held_out_{model.similarity_fn_name}_{metric}"] for metric in ("accuracy@1", "mrr@10"))
         rows.append({"Arm": arm.name, "R@1": float(recall), "MRR@10": float(mrr), "Queries": total_queries(model)})
         print(rows[-1], flush=True)
         if not (privileged and arm.name == "exact") and recall > best_score:
@@ -150,6 +150,7 @@ def model_with_hardware(script: ScriptArguments) -> SentenceTransformer:
     model = load_model(script.model)
     if isinstance(model[-1], Normalize):
         del model[len(model) - 1]  # the loss normalises, and a head is given vectors as they are
+        model.similarity_fn_name = "cosine"  # ranks as the dot product did behind it
     if script.num_layers:
         keep_layers(model, script.num_layers)
     if script.scenario == "optical":

@@ -12,6 +12,7 @@ from datasets import Dataset
 from PIL import Image
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
+from sentence_transformers.sentence_transformer.modules import Normalize
 
 from st_cached_extras.testing.tiny_models import random_sentences, tiny_text_model
 
@@ -131,6 +132,30 @@ def test_the_exact_arm_is_kept_where_it_is_no_privilege(scenario, arms, kept, ma
     assert f"**Arm:** {kept}\n" in (tmp_path / "final" / "README.md").read_text()
     loaded = SentenceTransformer(str(tmp_path / "final"), device="cpu", trust_remote_code=scenario == "optical")
     assert loaded.encode(["w1 w2"]).shape == (1, 128 if scenario == "optical" else 16)
+
+
+@pytest.mark.parametrize(("normalised", "similarity"), [(False, "dot"), (True, "cosine")])
+def test_scores_are_by_the_similarity_of_the_model(normalised, similarity, material, tmp_path, monkeypatch):
+    model = tiny_text_model(layers=3)
+    if normalised:
+        model.append(Normalize())
+    model.similarity_fn_name = "dot"
+    model.save_pretrained(str(tmp_path / "model"), create_model_card=False)
+    evaluate, found = InformationRetrievalEvaluator.__call__, []
+
+    def noting(evaluator, *args, **kwargs):
+        found.append(evaluate(evaluator, *args, **kwargs))
+        return found[-1]
+
+    monkeypatch.setattr(InformationRetrievalEvaluator, "__call__", noting)
+    out = ("--scenario", "int8", "--output_dir", str(tmp_path / "out"), "--model", str(tmp_path / "model"))
+    run(monkeypatch, *material, *out, "--arms", "nothing trained", "straight-through")
+    rows = json.loads((tmp_path / "out" / "report.json").read_text())
+    for row, scores in zip(rows, found, strict=True):
+        assert row["R@1"] == scores[f"held_out_{similarity}_accuracy@1"]
+        assert row["MRR@10"] == scores[f"held_out_{similarity}_mrr@10"]
+    loaded = SentenceTransformer(str(tmp_path / "out" / "final"), device="cpu")
+    assert loaded.similarity_fn_name == similarity
 
 
 def test_a_mode_that_needs_labels_says_so(material, tmp_path, monkeypatch):
