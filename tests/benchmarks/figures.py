@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,33 +16,67 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from tests.benchmarks.report import find_table
-
-Reports = list[dict[str, Any]]
 Rows = list[dict[str, Any]]
 
 
-def draw(name: str, reports: Reports, file: Path) -> bool:
-    """Draw what there is to see in the reports of benchmark ``name``; False if there is nothing."""
-    figure = FIGURES[name](reports) if name in FIGURES else None
-    if figure is None:
+@dataclass(frozen=True)
+class Table:
+    """A table to draw.
+
+    Attributes:
+        label: what its command has that not all commands have; "" if there is one command.
+        rows: by column.
+    """
+
+    label: str
+    rows: Rows
+
+
+def draw(name: str, reports: list[dict[str, Any]], file: Path) -> bool:
+    """Draw what there is to see in the reports of benchmark ``name``; False if there is nothing.
+
+    Warns if the reports have tables, and none with the columns of the figure.
+    """
+    if name not in FIGURES:
         return False
+    picture, columns = FIGURES[name]
+    labels = what_differs([report["command"] for report in reports])
+    printed = [(label, table) for label, report in zip(labels, reports, strict=True) for table in report["tables"]]
+    tables = [Table(label, table["rows"]) for label, table in printed if set(columns) <= set(table["columns"])]
+    if not any(table.rows for table in tables):
+        if printed:
+            found = "; ".join(", ".join(table["columns"]) for _, table in printed)
+            warnings.warn(
+                f"{name} has no figure: it is drawn from a table with the columns {', '.join(columns)}, and the "
+                f"tables have {found}.",
+                stacklevel=2,
+            )
+        return False
+    figure = picture(tables)
     figure.savefig(file, dpi=150, bbox_inches="tight")
     plt.close(figure)
     return True
 
 
-def scaling(reports: Reports) -> Figure | None:
+def what_differs(commands: Sequence[str]) -> list[str]:
+    """Of each command, the options that not all of them have; "defaults" where it has no more than all."""
+    options = []
+    for command in commands:
+        first, *others = command.split(" --")
+        options.append([*first.split(), *(f"--{option.strip()}" for option in others)])
+    if len(commands) == 1:
+        return [""]
+    return [" ".join(x for x in own if not all(x in other for other in options)) or "defaults" for own in options]
+
+
+def scaling(tables: list[Table]) -> Figure:
     """Time and peak memory against B."""
-    rows = find_table(reports, "B", "loss", "CPU-s", "growth of the peak, MiB")
-    return _against_batch(
-        rows, "loss", {"CPU-s": "CPU-s a step", "growth of the peak, MiB": "growth of the peak, MiB"}
-    )
+    growth = "growth of the peak, MiB"
+    return _against_batch(_all_rows(tables), "loss", {"CPU-s": "CPU-s a step", growth: growth})
 
 
-def loss_stage(reports: Reports) -> Figure | None:
+def loss_stage(tables: list[Table]) -> Figure:
     """Seconds against B, ours and ST's beside the products."""
-    rows = find_table(reports, "B", "InfoNCE", "of products")
     sides = {
         "InfoNCE": lambda row: row["InfoNCE"],
         "sentence-transformers, at its best": lambda row: _least(row, "ST "),
@@ -48,31 +84,29 @@ def loss_stage(reports: Reports) -> Figure | None:
     }
     curves = [
         {"B": row["B"], "side": side, "CPU-s": value(row)}
-        for row in rows
+        for row in _all_rows(tables)
         for side, value in sides.items()
         if value(row) is not None
     ]
+    if missing := sides.keys() - {row["side"] for row in curves}:
+        warnings.warn(f"loss_stage: no column has the values of {', '.join(sorted(missing))}.", stacklevel=3)
     return _against_batch(curves, "side", {"CPU-s": "CPU-s of the loss stage"})
 
 
-def levers(reports: Reports) -> Figure | None:
-    """A step with all levers, and with each off."""
-    tables = [table for report in reports for table in report["tables"] if "of all levers" in table["columns"]]
-    if not tables:
-        return None
-    figure, all_axes = plt.subplots(len(tables), 1, figsize=(7, 2.2 * len(tables)), squeeze=False)
+def levers(tables: list[Table]) -> Figure:
+    """A step with all levers, and with each off; a panel for every command."""
+    figure, all_axes = plt.subplots(len(tables), 1, figsize=(7, 2.4 * len(tables)), squeeze=False)
     for axes, table in zip(all_axes.flat, tables, strict=True):
-        _bars(axes, [row["step"] for row in table["rows"]], [row["CPU-s"] for row in table["rows"]], "CPU-s a step")
+        _bars(axes, [row["step"] for row in table.rows], [row["CPU-s"] for row in table.rows], "CPU-s a step")
+        axes.set_title(table.label, fontsize=7)
     figure.tight_layout()
     return figure
 
 
-def mmd(reports: Reports) -> Figure | None:
+def mmd(tables: list[Table]) -> Figure:
     """Seconds against B, ours and autograd's beside the products, a panel for every width and number of landmarks."""
-    rows = find_table(reports, "B", "D", "m", "ours", "chunked", "products", "ours / products")
+    rows = _all_rows(tables)
     panels = list(dict.fromkeys((row["D"], row["m"]) for row in rows))
-    if not panels:
-        return None
     figure, all_axes = plt.subplots(1, len(panels), figsize=(3.5 * len(panels), 3), squeeze=False)
     for axes, (dim, landmarks) in zip(all_axes.flat, panels, strict=True):
         here = [row for row in rows if (row["D"], row["m"]) == (dim, landmarks)]
@@ -85,19 +119,21 @@ def mmd(reports: Reports) -> Figure | None:
     return figure
 
 
-def selection(reports: Reports) -> Figure | None:
-    """What differentiating a share of the rows saves, and the error that it brings."""
-    rows = find_table(reports, "b/B", "of the full step", "relative error of a draw", "predicted")
-    if not rows:
-        return None
+def selection(tables: list[Table]) -> Figure:
+    """What differentiating a share of the rows saves, and the error that it brings; a line for every command."""
     figure, (time, error) = plt.subplots(1, 2, figsize=(7, 3))
-    shares = [row["b/B"] for row in rows]
-    time.plot(shares, [row["of the full step"] for row in rows], marker="o")
+    for table in tables:
+        shares, before = [row["b/B"] for row in table.rows], f"{table.label}, " if table.label else ""
+        [line] = time.plot(shares, [row["of the full step"] for row in table.rows], marker="o", label=table.label)
+        for column, name, style in (
+            ("relative error of a draw", "measured", {"marker": "o"}),
+            ("predicted", "predicted", {"linestyle": "--"}),
+        ):
+            values = [row[column] for row in table.rows]
+            error.plot(shares, values, color=line.get_color(), label=f"{before}{name}", **style)
     time.set_ylabel("time, of the full step")
-    error.plot(shares, [row["relative error of a draw"] for row in rows], marker="o", label="measured")
-    error.plot(shares, [row["predicted"] for row in rows], linestyle="--", label="predicted")
     error.set_ylabel("relative error of the gradient")
-    error.legend()
+    error.legend(fontsize=7)
     for axes in (time, error):
         axes.set_xlabel("share of the rows that is differentiated")
         axes.set_ylim(bottom=0)
@@ -105,45 +141,59 @@ def selection(reports: Reports) -> Figure | None:
     return figure
 
 
-def zbp(reports: Reports) -> Figure | None:
+def zbp(tables: list[Table]) -> Figure:
     """Forwards that a step through a layer costs, by mode."""
-    rows = find_table(reports, "mode", "forwards a step")
-    if not rows:
-        return None
+    rows = _all_rows(tables)
     figure, axes = plt.subplots(figsize=(7, 2.5))
     _bars(axes, [row["mode"] for row in rows], [row["forwards a step"] for row in rows], "forwards a step")
     figure.tight_layout()
     return figure
 
 
-def memory(reports: Reports) -> Figure | None:
-    """Growth of the peak over a step beside what it must hold."""
-    columns = ("B", "growth over the step, MiB", "features, cotangents, copy, chunk, states, MiB")
-    rows = find_table(reports, *columns)
-    curves = [{"B": row["B"], "side": name, "MiB": row[name]} for row in rows for name in columns[1:]]
-    return _against_batch(curves, "side", {"MiB": "MiB"})
+MEMORY = ("growth over the step, MiB", "features, cotangents, copy, chunk, states, MiB")
 
 
-FIGURES: dict[str, Callable[[Reports], Figure | None]] = {
-    "scaling": scaling,
-    "loss_stage": loss_stage,
-    "levers": levers,
-    "memory": memory,
-    "mmd": mmd,
-    "selection": selection,
-    "zbp": zbp,
+def memory(tables: list[Table]) -> Figure:
+    """Growth of the peak over a step beside what it must hold; a panel for every command."""
+    figure, all_axes = plt.subplots(1, len(tables), figsize=(4.5 * len(tables), 3.4), squeeze=False)
+    for axes, table in zip(all_axes.flat, tables, strict=True):
+        for name in MEMORY:
+            axes.plot(*_curve(table.rows, name), marker="o", label=name)
+        _logarithmic(axes, "MiB")
+        axes.set_title(table.label, fontsize=8)
+    all_axes.flat[0].legend(fontsize=7)
+    figure.tight_layout()
+    return figure
+
+
+# By benchmark, what draws its figure, and the columns by which it knows its tables.
+FIGURES: dict[str, tuple[Callable[[list[Table]], Figure], tuple[str, ...]]] = {
+    "scaling": (scaling, ("B", "loss", "CPU-s", "growth of the peak, MiB")),
+    "loss_stage": (loss_stage, ("B", "InfoNCE", "of products")),
+    "levers": (levers, ("step", "CPU-s", "of all levers")),
+    "memory": (memory, ("B", *MEMORY)),
+    "mmd": (mmd, ("B", "D", "m", "ours", "chunked", "products", "ours / products")),
+    "selection": (selection, ("b/B", "of the full step", "relative error of a draw", "predicted")),
+    "zbp": (zbp, ("mode", "forwards a step")),
 }
 
 
-def _against_batch(rows: Rows, side: str, quantities: dict[str, str]) -> Figure | None:
+def _all_rows(tables: list[Table]) -> Rows:
+    """The rows of tables that go on where the one before ends."""
+    return [row for table in tables for row in table.rows]
+
+
+def _curve(rows: Rows, column: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """(B, values), by B."""
+    return tuple(zip(*sorted((row["B"], row[column]) for row in rows), strict=True))
+
+
+def _against_batch(rows: Rows, side: str, quantities: dict[str, str]) -> Figure:
     """A panel for every quantity (column: its label), a curve for every side."""
-    if not rows:
-        return None
     figure, all_axes = plt.subplots(1, len(quantities), figsize=(4.5 * len(quantities), 3.2), squeeze=False)
     for axes, (column, label) in zip(all_axes.flat, quantities.items(), strict=True):
         for name in dict.fromkeys(row[side] for row in rows):
-            here = sorted((row["B"], row[column]) for row in rows if row[side] == name)
-            axes.plot(*zip(*here, strict=True), marker="o", label=name)
+            axes.plot(*_curve([row for row in rows if row[side] == name], column), marker="o", label=name)
         _logarithmic(axes, label)
     all_axes.flat[0].legend()
     figure.tight_layout()
