@@ -6,6 +6,8 @@
 
 For every benchmark NAME, the output folder gets NAME.md with what its commands print, NAME.json with the same as data,
 and NAME.png where there is something to draw. Any command can be run by itself, as it stands at the top of its table.
+The trainings of zbp are kept run by run in zbp_optical.json and zbp_int8.json there, and those that these files have
+are not made again.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ class Benchmark:
     """A module of this folder that is a command.
 
     Attributes:
-        full: arguments of its commands.
+        full: arguments of its commands, in their order; {output} stands for the output folder.
         quick: arguments of a miniature of it; None if it has none.
         reads_texts: whether it takes the arguments that say where texts come from.
     """
@@ -97,8 +99,9 @@ SETTINGS = {
     "engines": Benchmark(("",), "--engines ddp --families infonce"),
     "zbp": Benchmark(
         (
-            "optical",
-            "int8 --batch_size 32 --learning_rate 2e-4 --probes 4",
+            "optical --results {output}/zbp_optical.json",
+            "equal_time --results {output}/zbp_optical.json",
+            "int8 --batch_size 32 --learning_rate 2e-4 --probes 4 --results {output}/zbp_int8.json",
             "control --steps 20",
             "quality --batch_size 64",
             "cost",
@@ -143,6 +146,16 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return arguments
 
 
+def commands(benchmark: Benchmark, arguments: argparse.Namespace) -> list[list[str]]:
+    """The words of each of its commands."""
+    texts = "--synthetic" if arguments.quick else arguments.texts
+    output = shlex.quote(str(arguments.output))
+    return [
+        shlex.split(f"{options.format(output=output)} {texts if benchmark.reads_texts else ''}")
+        for options in ([benchmark.quick] if arguments.quick else benchmark.full)
+    ]
+
+
 def run_in_process(name: str, arguments: list[str]) -> str:
     """What the benchmark prints; for miniatures, which would spend most of their time on imports."""
     module = f"tests.benchmarks.{name}"
@@ -176,9 +189,7 @@ def main(argv: list[str] | None = None) -> None:
             print(f"{name} has no miniature", file=sys.stderr)
             continue
         printed = []
-        for options in [benchmark.quick] if arguments.quick else benchmark.full:
-            texts = "--synthetic" if arguments.quick else arguments.texts
-            words = shlex.split(f"{options} {texts}" if benchmark.reads_texts else options)
+        for words in commands(benchmark, arguments):
             print(f"{name} {' '.join(words)}", file=sys.stderr, flush=True)
             printed.append((run_in_process if arguments.quick else run_by_itself)(name, words))
             write(arguments.output / f"{name}.md", "\n".join(printed))
