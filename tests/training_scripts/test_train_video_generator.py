@@ -126,10 +126,29 @@ def test_encoders_by_path_take_the_place_of_the_default_ones(tmp_path, monkeypat
     assert not (tmp_path / "out" / "tower").exists()
 
 
+def test_a_tower_that_exists_is_used_and_none_is_trained(finished, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import generator_encoders
+
+    def train_tower(*args, **kwargs):
+        pytest.fail("a tower was trained")
+
+    monkeypatch.setattr(generator_encoders, "train_tower", train_tower)
+    tower = ["--tower", str(finished / "tower"), "--output_dir", str(tmp_path)]
+    run_here(monkeypatch, "train_video_generator.py", *SMALL, *tower)
+    assert not (tmp_path / "tower").exists()
+    expected = load_file(finished / "final" / "model.safetensors")
+    found = load_file(tmp_path / "final" / "model.safetensors")
+    assert all(torch.equal(found[name], x) for name, x in expected.items())
+
+
 def test_two_ranks_under_accelerate_train_one_generator(tmp_path):
     command = [
-        *(sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"),
+        # With --cpu in place of --multi_gpu, the launcher starts one process.
+        *(sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"),
+        *("--num_machines", "1"),
         *("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"),
+        *(str(Path(__file__).with_name("weights_of_ranks.py")), str(tmp_path)),
         str(SCRIPTS / "train_video_generator.py"),
         *SMALL,
         *("--output_dir", str(tmp_path)),
@@ -139,6 +158,20 @@ def test_two_ranks_under_accelerate_train_one_generator(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("step     4") == 1
     assert (tmp_path / "final" / "README.md").is_file()
+
+    starts, ends = (
+        [load_file(tmp_path / f"{time}-{rank}.safetensors") for rank in (0, 1)] for time in ("start", "end")
+    )
+    saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["generator"]
+    for name, trained in ends[0].items():
+        assert trained.isfinite().all()
+        assert torch.equal(trained, ends[1][name])
+        assert torch.equal(trained, saved[name])
+    assert all(torch.equal(x, starts[1][name]) for name, x in starts[0].items())
+    moved = [name for name, x in starts[0].items() if not torch.equal(x, ends[0][name])]
+    assert moved == list(starts[0])
+    averaged = load_file(tmp_path / "final" / "model.safetensors")
+    assert all(x.isfinite().all() for x in averaged.values())
 
 
 def test_motion_is_as_asked_in_real_clips_and_not_in_reversed_ones(monkeypatch):
