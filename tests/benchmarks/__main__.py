@@ -66,6 +66,7 @@ SETTINGS = {
         "--batch_size 12 --mini_batch_size 4 --layers 1 --repeats 1 --warm_ups 0",
         reads_texts=True,
     ),
+    "profile_step": Benchmark(("",), "--batch_size 12 --mini_batch_size 4 --layers 1", reads_texts=True),
     "loss_stage": Benchmark(
         ("--batch_sizes 1024 4096 16384", "--batch_sizes 65536 --tables blocks"),
         "--batch_sizes 64 --repeats 1 --tables time blocks",

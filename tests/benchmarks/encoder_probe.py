@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks.encoder_probe
 
-Per encoder, from held-out real clips: how often the shape, the colour and the size are read off the features by a
-ridge regression and by three nearest neighbours. A generator cannot be taught by an encoder what the encoder does not
+Per encoder, from held-out real clips: how often each word of the caption is read off the features by a ridge
+regression and by three nearest neighbours. A generator cannot be taught by an encoder what the encoder does not
 tell apart. `--tower PATH` adds a model of `train_video_embedder.py`, or the tower that `train_video_generator.py`
 leaves in its folder.
 """
@@ -18,11 +18,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from st_cached_extras.data import moving_shapes
-from st_cached_extras.data.moving_shapes import COLOURS, SHAPES, SIZES
-from st_cached_extras.encoders import Glimpse, PooledPixels, RandomConvolution3d, SentenceTransformerEncoder
+from st_cached_extras.data.moving_shapes import COLOURS, DIRECTIONS, SHAPES, SIZES, SPEEDS
+from st_cached_extras.encoders import Glimpse, Motion, PooledPixels, RandomConvolution3d, SentenceTransformerEncoder
 from tests.benchmarks.measure import header, table
 
-GROUPS = {"shape": list(SHAPES), "colour": list(COLOURS), "size": list(SIZES)}
+GROUPS = {
+    name: list(words)
+    for name, words in {
+        "shape": SHAPES,
+        "colour": COLOURS,
+        "size": SIZES,
+        "direction": DIRECTIONS,
+        "speed": SPEEDS,
+    }.items()
+}
 
 
 def load(split: str, count: int, seed: int) -> tuple[Tensor, dict[str, Tensor]]:
@@ -60,6 +69,7 @@ def main() -> None:
     encoders = {
         "convolution": RandomConvolution3d(),
         "glimpse": Glimpse(),
+        "motion": Motion(),
         "pixels": PooledPixels(),
         "colours": PooledPixels(rows=1, columns=1),
     }
