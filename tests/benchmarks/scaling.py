@@ -134,11 +134,10 @@ def main() -> None:
     if arguments.of is not None:
         print(json.dumps(measure(arguments)))
         return
-    print(header())
-    head = ["B", "loss", "mini-batches", "CPU-s", "wall s", "growth of the peak, MiB"]
-    print(table(head, []), flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        save_inputs(arguments, Path(folder))
+        save_inputs(arguments, Path(folder))  # before anything is printed: imports that it needs print, too
+        print(header())
+        print(table(["B", "loss", "mini-batches", "CPU-s", "wall s", "growth of the peak, MiB"], []), flush=True)
         for batch_size in arguments.batch_sizes:
             for row in rows_of(arguments, batch_size, folder):
                 print(f"| {' | '.join(map(str, row))} |", flush=True)
