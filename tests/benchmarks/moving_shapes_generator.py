@@ -33,7 +33,7 @@ def run(seed: int, folder: Path, options: list[str]) -> dict[str, float]:
     for row in found["scores"]:
         measure = row["Measure"]
         if measure.startswith("MMD²"):
-            figures[f"excess, {measure.removeprefix("MMD² x 1000, ")}"] = (row["After"] - row["Real clips"]) / (
+            figures[f"excess, {measure.removeprefix('MMD² x 1000, ')}"] = (row["After"] - row["Real clips"]) / (
                 row["Before"] - row["Real clips"]
             )
         elif measure.startswith("sliced"):
