@@ -39,7 +39,7 @@ from st_cached_extras.encoders import (
     SentenceTransformerEncoder,
     load_encoder,
 )
-from st_cached_extras.encoders.glimpse import stands_out
+from st_cached_extras.encoders.glimpse import centre_of, stands_out
 from st_cached_extras.encoders.preprocessing import TOLERANCE
 from st_cached_extras.replay import Stage, Staged
 from st_cached_extras.testing.tiny_models import FRAMES, PIXELS, tiny_text_model, tiny_video_model
@@ -343,8 +343,8 @@ def test_a_glimpse_of_an_empty_picture_is_its_middle_and_has_a_gradient():
     features.sum().backward()
     torch.testing.assert_close(features, torch.zeros(1, 1, 256), rtol=0, atol=1e-4)
     assert clips.grad.isfinite().all()
-    _, centre = stands_out(clips[0])
-    torch.testing.assert_close(centre, torch.full((2, 2), 14.0))
+    _, weight = stands_out(clips[0])
+    torch.testing.assert_close(centre_of(weight), torch.full((2, 2), 14.0))
 
 
 def test_motion_is_the_path_of_what_stands_out_and_neither_its_place_nor_its_form():

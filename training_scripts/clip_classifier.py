@@ -7,7 +7,7 @@ generated clips are compared by a metric that is not the objective.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -52,16 +52,17 @@ class ClipClassifier(nn.Module):
     def read(self, clips: Tensor, captions: Sequence[str]) -> Tensor:
         """Whether the word of every group is read as the caption has it, bool [B, groups]."""
         scores = self(clips)
-        wanted = self.targets(captions)
+        wanted = word_indices(captions, self.groups)
         return torch.stack([scores[name].argmax(1).cpu() == wanted[name] for name in self.groups], dim=1)
 
-    def targets(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """The index of each caption's word, by group."""
-        said = [set(caption.lower().split()) for caption in captions]
-        return {
-            name: torch.tensor([next(i for i, word in enumerate(group) if word in words) for words in said])
-            for name, group in self.groups.items()
-        }
+
+def word_indices(captions: Sequence[str], groups: Mapping[str, Iterable[str]]) -> dict[str, Tensor]:
+    """By group, the index of the word of it that each caption has, int64 [captions]."""
+    said = [set(caption.lower().split()) for caption in captions]
+    return {
+        name: torch.tensor([next(i for i, word in enumerate(group) if word in words) for words in said])
+        for name, group in groups.items()
+    }
 
 
 def train_classifier(
@@ -84,7 +85,7 @@ def train_classifier(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         judge = ClipClassifier(groups)
-        targets = judge.targets(captions)
+        targets = word_indices(captions, judge.groups)
         optimizer = torch.optim.Adam(judge.parameters(), 2e-3)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.01, steps)
         for _ in range(steps):

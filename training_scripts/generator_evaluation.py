@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from clip_classifier import ClipClassifier
+from clip_classifier import ClipClassifier, word_indices
 from generator_encoders import features_of
 from torch import Tensor
 from torch.nn import functional as F
 
 from st_cached_extras.data.moving_shapes import DIRECTIONS, SPEEDS
 from st_cached_extras.encoders import FrozenEncoder
-from st_cached_extras.encoders.glimpse import stands_out
+from st_cached_extras.encoders.glimpse import centre_of, stands_out
 from st_cached_extras.objectives.mmd import MultiEncoderMMD
 
 
@@ -108,19 +108,14 @@ def moves_as_asked(clips: Tensor, captions: Sequence[str]) -> Tensor:
     Measured from its centre in the first picture to that in the last: the direction that is nearest, and "quickly"
     where the way is nearer to that of the quick clips than to that of the slow ones.
     """
-    _, centres = stands_out(clips[:, [0, -1]].flatten(0, 1))
-    first, last = centres.unflatten(0, (len(clips), 2)).unbind(1)
+    _, weight = stands_out(clips[:, [0, -1]].flatten(0, 1))
+    first, last = centre_of(weight).unflatten(0, (len(clips), 2)).unbind(1)
     way = (last - first).cpu() / (clips.shape[1] - 1)  # [n, 2], pixels per frame
-    directions = torch.tensor(list(DIRECTIONS.values()), dtype=way.dtype)
-    forward = (way @ directions.T).amax(1, keepdim=True)  # along the nearest direction
-    speeds = torch.tensor(list(SPEEDS.values()))
-    found = (way @ directions.T).argmax(1), (forward - speeds).abs().argmin(1)
-    said = [set(caption.lower().split()) for caption in captions]
-    wanted = (
-        torch.tensor([next(i for i, word in enumerate(group) if word in words) for words in said])
-        for group in (DIRECTIONS, SPEEDS)
-    )
-    return torch.stack([a == b for a, b in zip(found, wanted, strict=True)]).all(0)
+    along = way @ torch.tensor(list(DIRECTIONS.values()), dtype=way.dtype).T  # [n, directions]
+    forward, direction = along.max(1)
+    speed = (forward[:, None] - torch.tensor(list(SPEEDS.values()))).abs().argmin(1)
+    wanted = word_indices(captions, {"direction": DIRECTIONS, "speed": SPEEDS})
+    return (direction == wanted["direction"]) & (speed == wanted["speed"])
 
 
 def sliced_wasserstein(a: Tensor, b: Tensor, directions: int = 256, seed: int = 0) -> float:

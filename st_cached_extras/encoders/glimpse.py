@@ -42,13 +42,16 @@ class Glimpse(FrozenEncoder):
 
     def encode(self, pixels: Tensor) -> Tensor:
         pictures = pixels[:, :: self.every].flatten(0, 1)  # [B · steps, 3, H, W]
-        opacity, centre = stands_out(pictures)
+        difference, weight = stands_out(pictures)
+        colour = torch.einsum("nhw,nchw->nc", weight, difference)  # that stands out, off the background's
+        along = torch.einsum("nc,nchw->nhw", colour, difference)
+        opacity = along / (colour.square().sum(1) + 1e-3)[:, None, None]  # about 0 and 1
         height, width = opacity.shape[1:]
         pitch = self.window * min(height, width) / self.cells
         smooth = 2 * round(pitch / 2) + 1  # odd, so that a box has a pixel in its middle
         opacity = F.avg_pool2d(opacity[:, None], smooth, stride=1, padding=smooth // 2, count_include_pad=False)
         offset = (torch.arange(self.cells, device=pixels.device, dtype=pixels.dtype) - (self.cells - 1) / 2) * pitch
-        place = centre[..., None] + offset  # [n, 2, cells], x and y in pixels from the top left corner
+        place = centre_of(weight)[..., None] + offset  # [n, 2, cells], x and y in pixels from the top left corner
         x, y = (2 * place[:, axis] / size - 1 for axis, size in ((0, width), (1, height)))
         grid = torch.stack(torch.broadcast_tensors(x[:, None, :], y[:, :, None]), dim=-1)
         return F.grid_sample(opacity, grid, align_corners=False).flatten(1).unflatten(0, (len(pixels), -1))
@@ -68,29 +71,31 @@ class Motion(FrozenEncoder):
 
     def encode(self, pixels: Tensor) -> Tensor:
         height, width = pixels.shape[3:]
-        _, centre = stands_out(pixels.flatten(0, 1))
-        path = (2 * centre / centre.new_tensor([width, height])).unflatten(0, pixels.shape[:2])  # [B, T, 2]
+        _, weight = stands_out(pixels.flatten(0, 1))
+        x, y = centre_of(weight).unbind(1)
+        path = torch.stack([2 * x / width, 2 * y / height], dim=1).unflatten(0, pixels.shape[:2])  # [B, T, 2]
         return (path - path.mean(dim=1, keepdim=True)).flatten(1)
 
 
 def stands_out(pictures: Tensor) -> tuple[Tensor, Tensor]:
-    """What stands out from the border's mean colour, and where.
+    """What stands out from the border's mean colour.
 
     Args:
         pictures: RGB [n, 3, H, W].
 
     Returns:
-        How far each pixel lies on the way from that colour to the one that stands out, [n, H, W], about 0 and 1 for
-        a thing of one colour; and the centre (x, y) of what does, [n, 2], in pixels from the top left corner.
+        How far each pixel's colour is from it, [n, 3, H, W]; and how much of all that stands out is there,
+        [n, H, W] of sum 1.
     """
     rows = torch.cat([pictures[:, :, 0], pictures[:, :, -1]], dim=2)
     columns = torch.cat([pictures[:, :, 1:-1, 0], pictures[:, :, 1:-1, -1]], dim=2)
     background = torch.cat([rows, columns], dim=2).mean(2)
     difference = pictures - background[:, :, None, None]
-    weight = difference.square().sum(1) + 1e-6  # of a picture with nothing on it, the centre is its middle
-    weight = weight / weight.sum(dim=(1, 2), keepdim=True)  # [n, H, W]
-    colour = torch.einsum("nhw,nchw->nc", weight, difference)
-    opacity = torch.einsum("nc,nchw->nhw", colour, difference) / (colour.square().sum(1) + 1e-3)[:, None, None]
-    at = [torch.arange(size, device=pictures.device, dtype=pictures.dtype) + 0.5 for size in pictures.shape[2:]]
-    centre = torch.stack([weight.sum(1) @ at[1], weight.sum(2) @ at[0]], dim=1)
-    return opacity, centre
+    weight = difference.square().sum(1) + 1e-6  # a picture with nothing on it has its centre in the middle
+    return difference, weight / weight.sum(dim=(1, 2), keepdim=True)
+
+
+def centre_of(weight: Tensor) -> Tensor:
+    """The mean place (x, y) under weights [n, H, W], in pixels from the top left corner: [n, 2]."""
+    y, x = (torch.arange(size, device=weight.device, dtype=weight.dtype) + 0.5 for size in weight.shape[1:])
+    return torch.stack([weight.sum(1) @ x, weight.sum(2) @ y], dim=1)

@@ -47,7 +47,7 @@ class Benchmark:
 SETTINGS = {
     "step": Benchmark(
         (
-            "--batch_size 2048 --warm_ups 0 --repeats 3 --sides ours 'ST cached 32'",
+            "--batch_size 2048 --repeats 3 --sides ours 'ST cached 32'",
             "--batch_size 512 --plain --kept_graphs .5",
             "--batch_size 256 --plain --equal_lengths --kept_graphs .5 .75 1",
             "--batch_size 64 --mini_batch_sizes 8 --video",
@@ -58,8 +58,8 @@ SETTINGS = {
     "scaling": Benchmark(("",), "--batch_sizes 8 --mini_batch_sizes 4 --layers 1", reads_texts=True),
     "levers": Benchmark(
         (
-            "--batch_size 2048 --warm_ups 0 --repeats 2",
-            "--batch_size 256 --mini_batch_size 8 --vocabulary_size 150000 --by_rows "
+            "--batch_size 2048 --repeats 2",
+            "--batch_size 128 --mini_batch_size 8 --vocabulary_size 150000 --by_rows "
             "--levers 'word-embedding gradients by rows'",
             "--table directions --batch_size 4096",
         ),
@@ -100,9 +100,9 @@ SETTINGS = {
     "engines": Benchmark(("",), "--engines ddp --families infonce"),
     "zbp": Benchmark(
         (
-            "optical --results {output}/zbp_optical.json",
+            "optical --probes 64 --results {output}/zbp_optical.json",
             "equal_time --results {output}/zbp_optical.json",
-            "int8 --batch_size 32 --learning_rate 2e-4 --probes 4 --results {output}/zbp_int8.json",
+            "int8 --batch_size 32 --learning_rate 2e-4 --held_out 1500 --probes 4 --results {output}/zbp_int8.json",
             "control --steps 20",
             "quality --batch_size 64",
             "cost",

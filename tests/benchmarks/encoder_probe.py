@@ -22,16 +22,7 @@ from st_cached_extras.data.moving_shapes import COLOURS, DIRECTIONS, SHAPES, SIZ
 from st_cached_extras.encoders import Glimpse, Motion, PooledPixels, RandomConvolution3d, SentenceTransformerEncoder
 from tests.benchmarks.measure import header, table
 
-GROUPS = {
-    name: list(words)
-    for name, words in {
-        "shape": SHAPES,
-        "colour": COLOURS,
-        "size": SIZES,
-        "direction": DIRECTIONS,
-        "speed": SPEEDS,
-    }.items()
-}
+GROUPS = {"shape": SHAPES, "colour": COLOURS, "size": SIZES, "direction": DIRECTIONS, "speed": SPEEDS}
 
 
 def load(split: str, count: int, seed: int) -> tuple[Tensor, dict[str, Tensor]]:

@@ -7,7 +7,12 @@ import pytest
 from huggingface_hub import ModelCard
 from PIL import Image
 
-from st_cached_extras.cards import contact_sheet_figure, generator_curves_figure, save_generator_card
+from st_cached_extras.cards import (
+    contact_sheet_figure,
+    generator_curves_figure,
+    generator_figures,
+    save_generator_card,
+)
 
 CAPTIONS = ["a red circle", "a caption of many words that has to be broken into several lines and then cut off"]
 
@@ -41,6 +46,20 @@ def test_curves_are_drawn(tmp_path):
     path = generator_curves_figure(tmp_path / "curves.png", raw, {"a": 0.01, "b": 0.02}, scores, 0.05)
     with Image.open(path) as picture:
         assert picture.width >= 1000
+
+
+def test_every_encoder_has_its_curve_however_many_there_are(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(generator_figures, "save_png", lambda figure, path: drawn.append(figure))
+    names = [f"encoder {i}" for i in range(9)]
+    scores = {
+        step: {f"mmd/{name}": 0.1 for name in names} | {"sliced_wasserstein": 1.0, "read/shape": 0.5}
+        for step in (0, 5)
+    }
+    raw = [dict.fromkeys(names, 0.2)] * 5
+    generator_curves_figure(tmp_path / "a.png", raw, dict.fromkeys(names, 0.01), scores, 0.05)
+    labels = [line.get_label() for line in drawn[0].axes[0].lines]
+    assert [label for label in labels if label.startswith("encoder")] == names
 
 
 def card_of(folder, **changes):
